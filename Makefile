@@ -1,0 +1,53 @@
+# Every target makes the environment it needs. What each runs stands below; options:
+#   TORCH=torch==2.14.1      gate another release (default: the pinned one)
+#   PYTHON=/usr/bin/python3  the interpreter that environments are made with
+#   USE=/path/to/python      an interpreter that has its torch already: nothing is installed
+#   WORKERS=4                processes (default: one per core)
+
+PYTHON  ?= python3
+TORCH   ?= torch==2.13.0
+WORKERS ?= auto
+VENVS   ?= .venv
+RUNS    := reports/runs
+
+venv = $(VENVS)/$(subst ==,-,$(1))
+RUN  = $(if $(USE),$(USE),$(call venv,$(TORCH))/bin/python)
+NEED = $(if $(USE),,$(call venv,$(TORCH))/ready)
+
+.PHONY: gate test upgrade golden faults bench clean honest
+
+gate: honest $(NEED)  ## check the torch that is installed; prints the matrix, writes a record
+	$(RUN) -m pytest -n $(WORKERS)
+
+test: $(NEED)  ## the suite's own tests, its style and its types
+	$(RUN) -m ruff check
+	$(RUN) -m ruff format --check
+	$(RUN) -m mypy
+	$(RUN) -m pytest meta_tests -W error -n $(WORKERS)
+
+upgrade: honest  ## make upgrade FROM=torch==2.13.0 TO=torch==2.14.1: what did the upgrade change?
+	@test -n "$(FROM)" -a -n "$(TO)" || { echo 'usage: make upgrade FROM=torch==A TO=torch==B'; exit 4; }
+	$(MAKE) $(call venv,$(FROM))/ready TORCH=$(FROM)
+	$(MAKE) $(call venv,$(TO))/ready TORCH=$(TO)
+	$(call venv,$(TO))/bin/python -m reports upgrade $(call venv,$(FROM))/bin/python -n $(WORKERS)
+
+golden: $(NEED)  ## make all golden truth anew and compare it byte by byte
+	$(RUN) -m pytest --golden=verify -q
+
+faults: $(NEED)  ## the detection score; FULL=1 runs every node under every fault
+	$(RUN) -m fixtures.faults $(if $(FULL),--full)
+
+bench: $(NEED)  ## speed, as ratios within one run
+	$(RUN) -m fixtures.bench
+
+honest:
+	@test -z "$$PRECISION_INJECT" || { echo "PRECISION_INJECT=$$PRECISION_INJECT is set: a gate runs without a fault; unset it"; exit 4; }
+
+clean:
+	rm -rf $(VENVS) .pytest_cache .hypothesis .mypy_cache .ruff_cache
+
+# Pins, so that the same environment is built everywhere; torch itself is what TORCH says.
+$(VENVS)/%/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENVS)/$*
+	$(VENVS)/$*/bin/python -m pip install -q -c constraints.txt $(TORCH) -e '.[dev]'
+	touch $@

@@ -1,0 +1,1 @@
+"""What was found: reports from records alone. Needs no torch."""

@@ -1,0 +1,81 @@
+"""Records on the command line: ``python -m reports exit-code|compare|upgrade``."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from fixtures import record, summary, verdict
+from fixtures.record import Record, RecordError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m reports", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    code = commands.add_parser("exit-code", help="return the exit code that a run ended with")
+    code.add_argument("record", type=Path)
+    compare = commands.add_parser("compare", help="judge one record against another")
+    compare.add_argument("baseline", type=Path)
+    compare.add_argument("record", type=Path)
+    upgrade = commands.add_parser(
+        "upgrade", help="record the environment of another interpreter, gate this one against it"
+    )
+    upgrade.add_argument("old_python", help="interpreter of the old environment")
+    upgrade.add_argument("-n", default="auto", dest="workers", help="processes")
+    chosen = parser.parse_args(arguments)
+    try:
+        if chosen.command == "exit-code":
+            return int(record.read(chosen.record).verdict["exit_code"])
+        if chosen.command == "compare":
+            return compare_records(record.read(chosen.baseline), record.read(chosen.record))
+        return gate_upgrade(chosen.old_python, chosen.workers)
+    except RecordError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 4
+
+
+def compare_records(baseline: Record, observed: Record) -> int:
+    """Prints what moved between two records; the exit code of the verdicts."""
+    judgements = verdict.judge_record(observed, baseline)
+    for line in summary.matrix_lines(verdict.matrix(judgements)):
+        print(line)
+    for line in summary.environment_changes(baseline.environment, observed.environment):
+        print(line)
+    moved = [j for j in judgements if j.verdict is verdict.Verdict.DRIFT]
+    same = sum(1 for j in judgements if j.verdict is verdict.Verdict.PASS)
+    print(f"\n{len(moved)} cases moved inside their bounds, {same} did not move:")
+    for line in summary.drift_table(judgements):
+        print(f"  {line}")
+    code = verdict.exit_code(judgements)
+    print(f"\nverdict: {verdict.EXIT_MEANING[code]} (exit code {code})")
+    return code
+
+
+def gate_upgrade(old_python: str, workers: str) -> int:
+    """Records with the old interpreter, gates this one against it, prints the table of changes."""
+    folder = Path("reports") / "runs" / f"upgrade-{time.strftime('%Y%m%d-%H%M%S')}"
+    old, new = folder / "old", folder / "new"
+    print("== the old environment: recorded\n", flush=True)
+    _gate(old_python, workers, old, "none")
+    if not old.exists():
+        print(f"error: the old environment left no record in {old}; its run is shown above")
+        return 4
+    print("\n== the new environment: gated against the old one\n", flush=True)
+    code = _gate(sys.executable, workers, new, str(old))
+    if new.exists():
+        print("\n== what the upgrade moved\n", flush=True)
+        compare_records(record.read(old), record.read(new))
+    return code
+
+
+def _gate(python: str, workers: str, folder: Path, baseline: str) -> int:
+    options = [f"--record={folder}", f"--baseline={baseline}", f"-n{workers}", "-q"]
+    return subprocess.run([python, "-m", "pytest", *options], check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
