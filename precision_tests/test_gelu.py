@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -58,33 +57,29 @@ def inputs_of(fmt: Format) -> torch.Tensor:
     return torch.cat([dense, scattered[torch.isfinite(scattered)]])
 
 
-def gelu_truth(form: str, fmt: str) -> Truth:
+def gelu_truth(fmt: str) -> Truth:
+    """``erf_forward``, ``erf_gradient``, ``tanh_forward``, ``tanh_gradient``."""
     x = inputs_of(FORMATS[fmt])
-    forward, gradient, ulps = {
-        "erf": ("gelu_erf", "gelu_erf_gradient", references.GELU_ERF_ULPS),
-        "tanh": ("gelu_tanh", "gelu_tanh_gradient", references.GELU_TANH_ULPS),
-    }[form]
+    ulps = {"erf": references.GELU_ERF_ULPS, "tanh": references.GELU_TANH_ULPS}
     values = {}
-    for name, reference in (("forward", forward), ("gradient", gradient)):
-        exact = getattr(references, f"{reference}_mp")
-        rounded = references.round_once(
-            getattr(references, reference), exact, x.double().numpy(), ulps
-        )
-        values[name] = torch.from_numpy(rounded.astype(np.float32))
+    for form in FORMS:
+        for kind, name in (("forward", f"gelu_{form}"), ("gradient", f"gelu_{form}_gradient")):
+            reference, exact = getattr(references, name), getattr(references, f"{name}_mp")
+            rounded = references.round_once(reference, exact, x.double().numpy(), ulps[form])
+            values[f"{form}_{kind}"] = torch.from_numpy(rounded)
     return Truth(inputs={"x": x}, values=values)
 
 
 GOLDEN = tuple(
     Golden(
         node="gelu",
-        name=f"{form}-{fmt.name}",
+        name=fmt.name,
         generate=gelu_truth,
-        arguments={"form": form, "fmt": fmt.name},
+        arguments={"fmt": fmt.name},
         precision="float64, rounded once to fp32 (Ziv; mpmath, 50 digits)",
-        bound=f"gelu_{form}, gelu_{form}_gradient + rounding",
-        uses=(inputs_of, references.round_once),
+        bound="gelu_erf, gelu_tanh, their gradients + rounding",
+        uses=(inputs_of, references),
     )
-    for form in FORMS
     for fmt in (BF16, FP16, FP32)
 )
 
@@ -225,8 +220,8 @@ class TestOp:
         form: str,
         implementation: Operation,
     ) -> None:
-        case = truth(f"{form}-{fmt.name}")
-        x, want = _where(case, "forward", lambda x: x.abs() < DOUBLE_OVERFLOWS)
+        case = truth(fmt.name)
+        x, want = _where(case, f"{form}_forward", lambda x: x.abs() < DOUBLE_OVERFLOWS)
         got = implementation(x.to(device.torch), form)
         bound = bound_of(form, x, want, fmt, device) + bounds.stored_reference(want)
         check.within(got, want, bound, inputs=case.digest)
@@ -244,8 +239,8 @@ class TestOp:
         implementation: Operation,
     ) -> None:
         """GELU of the largest numbers is x or 0: nothing on the way may overflow."""
-        case = truth(f"{form}-{fmt.name}")
-        x, want = _where(case, "forward", lambda x: x.abs() >= DOUBLE_OVERFLOWS)
+        case = truth(fmt.name)
+        x, want = _where(case, f"{form}_forward", lambda x: x.abs() >= DOUBLE_OVERFLOWS)
         got = implementation(x.to(device.torch), form)
         check.exact(got + 0.0, want.to(fmt.dtype) + 0.0, inputs=case.digest)
 
@@ -261,9 +256,9 @@ class TestOp:
         form: str,
         implementation: Operation,
     ) -> None:
-        case = truth(f"{form}-{fmt.name}")
+        case = truth(fmt.name)
         limit = SQUARE_OVERFLOWS if form == "tanh" else float("inf")
-        x, want = _where(case, "gradient", lambda x: x.abs() < limit)
+        x, want = _where(case, f"{form}_gradient", lambda x: x.abs() < limit)
         got = gradient(implementation, x.to(device.torch), form, 1.0)
         bound = gradient_bound_of(form, x, 1.0, want, fmt, device) + bounds.stored_reference(want)
         check.within(got, want, bound, inputs=case.digest)
@@ -274,8 +269,8 @@ class TestOp:
         self, check: Check, truth: LoadTruth, device: Device, fmt: Format, implementation: Operation
     ) -> None:
         """Where x * x overflows fp32 the gradient is 1 or 0, not 0 * inf."""
-        case = truth(f"tanh-{fmt.name}")
-        x, want = _where(case, "gradient", lambda x: x.abs() >= SQUARE_OVERFLOWS)
+        case = truth(fmt.name)
+        x, want = _where(case, "tanh_gradient", lambda x: x.abs() >= SQUARE_OVERFLOWS)
         got = gradient(implementation, x.to(device.torch), "tanh", 1.0)
         check.exact(got + 0.0, want.to(fmt.dtype) + 0.0, inputs=case.digest)
 
@@ -286,8 +281,8 @@ class TestOp:
         self, check: Check, truth: LoadTruth, device: Device, fmt: Format, form: str, dy: float
     ) -> None:
         """Any upstream gradient; |x| <= 30, where no product leaves the range of fp16."""
-        case = truth(f"{form}-{fmt.name}")
-        x, unscaled = _where(case, "gradient", lambda x: x.abs() <= 30)
+        case = truth(fmt.name)
+        x, unscaled = _where(case, f"{form}_gradient", lambda x: x.abs() <= 30)
         want = unscaled.double() * dy
         got = gradient(eager, x.to(device.torch), form, dy)
         stored = bounds.stored_reference(unscaled)
