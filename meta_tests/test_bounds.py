@@ -15,10 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import special
 
-from fixtures.numerics import bounds, references
-from fixtures.numerics.bounds import ELEMENTARY, Bound
+from fixtures.numerics import bounds, gelu_bounds, references
+from fixtures.numerics.bounds import Bound
 from fixtures.numerics.errors import compare
 from fixtures.numerics.formats import BF16, FP16, FP32, FP64, Format, all_values, round_to
+from fixtures.numerics.gelu_bounds import ELEMENTARY
 
 CPU = ELEMENTARY["cpu"]
 sixteen_bits = pytest.mark.parametrize("fmt", [BF16, FP16], ids=["bf16", "fp16"])
@@ -190,9 +191,9 @@ def margins(
         want = torch.from_numpy(getattr(references, name)(wide))
         if name.endswith("gradient"):
             want = want * dy.double()
-            bound = getattr(bounds, name)(x, extra, CPU)
+            bound = getattr(gelu_bounds, name)(x, extra, CPU)
         else:
-            bound = getattr(bounds, name)(x, CPU)
+            bound = getattr(gelu_bounds, name)(x, CPU)
         if fmt is not FP32:
             bound = bound + bounds.rounding(want, fmt, bound.limit)
         worst.append(compare(got, want, bound.limit, fmt).margin)
@@ -239,9 +240,9 @@ def test_float64_gelu_is_within_the_float64_bound(form: str, kind: str) -> None:
     result = F.gelu(x, approximate=FORMS[form])
     if kind:
         (result,) = torch.autograd.grad(result.sum(), x)
-        limit = getattr(bounds, name)(x, 1.0, CPU, FP64).limit
+        limit = getattr(gelu_bounds, name)(x, 1.0, CPU, FP64).limit
     else:
-        limit = getattr(bounds, name)(x, CPU, FP64).limit
+        limit = getattr(gelu_bounds, name)(x, CPU, FP64).limit
     with mpmath.workdps(40):
         exact = [getattr(references, f"{name}_mp")(mpmath.mpf(p)) for p in x.tolist()]
         errors = [float(abs(v - e)) for v, e in zip(result.tolist(), exact, strict=True)]
@@ -256,26 +257,26 @@ class TestApproximateErf:
 
     def approximated(self, dtype: type) -> np.ndarray:
         z = self.z.astype(dtype)
-        t = dtype(1) / (dtype(1) + dtype(bounds._AS_P) * z)
+        t = dtype(1) / (dtype(1) + dtype(gelu_bounds._AS_P) * z)
         r = np.zeros_like(t)
-        for coefficient in reversed(bounds._AS_COEFFICIENTS):
+        for coefficient in reversed(gelu_bounds._AS_COEFFICIENTS):
             r = r * t + dtype(coefficient)
         return (dtype(1) - t * r * np.exp(-z * z)).astype(np.float64)
 
     def test_7_1_26_errs_by_what_its_authors_say(self) -> None:
         error = np.abs(self.approximated(np.float64) - special.erf(self.z))
-        assert 0.9 * bounds._AS_ERROR < error.max() <= bounds._AS_ERROR
+        assert 0.9 * gelu_bounds._AS_ERROR < error.max() <= gelu_bounds._AS_ERROR
         assert (error <= 0.5 * special.erfc(self.z) + 1e-16).all()
 
     def test_its_evaluation_in_fp32_is_within_the_bound(self) -> None:
         z = self.z.astype(np.float32).astype(np.float64)
         error = np.abs(self.approximated(np.float32) - special.erf(z))
-        ratio = error / bounds.rational_erf_error(z, exp_ulps=2.0)
+        ratio = error / gelu_bounds.rational_erf_error(z, exp_ulps=2.0)
         assert 0.25 < ratio.max() <= 1.0
 
     def test_the_polynomials_rows_are_looked_up(self) -> None:
         u = FP32.unit_roundoff
-        rows = bounds.polynomial_erf_error(np.array([0.0, 0.5, 0.6, 3.0, 3.9, 5.0, 1e30]))
+        rows = gelu_bounds.polynomial_erf_error(np.array([0.0, 0.5, 0.6, 3.0, 3.9, 5.0, 1e30]))
         assert rows.tolist() == [u, u, 2 * u, 18 * u, 13 * u, 6 * u, 6 * u]
 
 
@@ -283,7 +284,7 @@ def test_far_and_nonfinite_inputs_have_a_finite_bound_without_warnings() -> None
     x = f64(math.nan, math.inf, -math.inf, 1e308, -1e308, 1e38, -1e38, -0.0, 5e-324)
     for fmt in (FP32, FP64):
         for name in ("gelu_erf", "gelu_tanh"):
-            forward = getattr(bounds, name)(x, CPU, fmt).limit
+            forward = getattr(gelu_bounds, name)(x, CPU, fmt).limit
             assert torch.isfinite(forward).all()
             assert (forward[[2, 4, 6]] <= 2 * fmt.smallest_normal).all()  # x Phi(x) is 0 there
-            assert torch.isfinite(getattr(bounds, f"{name}_gradient")(x, 1.0, CPU, fmt).limit).all()
+            assert torch.isfinite(getattr(gelu_bounds, f"{name}_gradient")(x, 1.0, CPU, fmt).limit).all()

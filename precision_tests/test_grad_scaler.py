@@ -55,13 +55,8 @@ SCALES = {
     "3": 3.0,
     "65536": 65536.0,
 }
-DEFAULTS = {
-    "scale": 65536.0,
-    "growth_factor": 2.0,
-    "backoff_factor": 0.5,
-    "growth_interval": 2000,
-    "_growth_tracker": 0,
-}
+DEFAULTS = {"scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5}
+DEFAULTS |= {"growth_interval": 2000, "_growth_tracker": 0}
 
 
 # --- golden cases -------------------------------------------------------------------------------
@@ -71,14 +66,11 @@ def division_truth() -> Truth:
     """Every finite fp16 value divided by each scale."""
     gradients = all_values(FP16)
     gradients = gradients[torch.isfinite(gradients)]
+    dividends = gradients.double().numpy()
     quotients = {}
     for name, scale in SCALES.items():
-        rounded = references.round_once(
-            partial(_over, scale),
-            partial(_over, mpmath.mpf(scale)),
-            gradients.double().numpy(),
-            1.0,
-        )
+        exact = partial(_over, mpmath.mpf(scale))
+        rounded = references.round_once(partial(_over, scale), exact, dividends, 1.0)
         quotients[name] = torch.from_numpy(rounded)
     return Truth(inputs={"gradients": gradients}, values=quotients)
 
@@ -205,11 +197,7 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "adam": lambda parameters, **kind: torch.optim.Adam(parameters, lr=0.1, **kind),
     "adamw": lambda parameters, **kind: torch.optim.AdamW(parameters, lr=0.1, **kind),
 }
-KINDS: dict[str, dict[str, bool]] = {
-    "for-loop": {"foreach": False},
-    "foreach": {"foreach": True},
-    "fused": {"fused": True},
-}
+KINDS = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 
 optimizers = pytest.mark.parametrize("optimizer", OPTIMIZERS)
 implementations = pytest.mark.parametrize("implementation", KINDS)
@@ -220,7 +208,7 @@ class Run:
 
     def __init__(self, device: Device, optimizer: str, kind: str, scale: float = 65536.0) -> None:
         values = torch.linspace(-2, 2, 37, device=device.torch)
-        self.parameters = [nn.Parameter(values.clone()), nn.Parameter(values[:5].clone())]
+        self.parameters = [nn.Parameter(values[:size].clone()) for size in (37, 5)]
         self.optimizer = OPTIMIZERS[optimizer](self.parameters, **KINDS[kind])
         self.scaler = scaler_on(device, init_scale=scale)
 
@@ -248,6 +236,7 @@ class Run:
 
 
 class TestOp:
+    @pytest.mark.sentinel
     @pytest.mark.parametrize("scale", SCALES)
     def test_unscale(self, check: Check, truth: LoadTruth, device: Device, scale: str) -> None:
         case = truth("division")
@@ -315,16 +304,13 @@ class TestOp:
         check.exact(float(norm), 5.0, name="norm")
         check.exact(parameter.grad.cpu(), gradients.cpu())
 
-    def test_unscaling_twice_is_refused(self, check: Check, device: Device) -> None:
-        _, optimizer = holding(torch.ones(1, device=device.torch))
+    def test_refuses_to_unscale_twice_or_fp16(self, check: Check, device: Device) -> None:
         scaler = scaler_on(device)
-        scaler.unscale_(optimizer)
-        check.raises(RuntimeError, lambda: scaler.unscale_(optimizer))
-
-    def test_fp16_gradients_are_refused(self, check: Check, device: Device) -> None:
         _, optimizer = holding(torch.ones(1, device=device.torch, dtype=torch.float16))
-        scaler = scaler_on(device)
-        check.raises(ValueError, lambda: scaler.unscale_(optimizer))
+        check.raises(ValueError, lambda: scaler.unscale_(optimizer), name="fp16")
+        _, optimizer = holding(torch.ones(1, device=device.torch))
+        scaler.unscale_(optimizer)
+        check.raises(RuntimeError, lambda: scaler.unscale_(optimizer), name="twice")
 
     def test_state_dict_round_trip(self, check: Check, device: Device) -> None:
         first, second = scaler_on(device, growth_interval=5), scaler_on(device)
@@ -338,9 +324,8 @@ class TestOp:
         """However many steps overflow in a row: at 0 the reciprocal is inf, the weights NaN."""
         scaler = scaler_on(device)
         parameter, optimizer = holding(torch.zeros(1, device=device.torch))
-        overflow = torch.tensor([math.inf], device=device.torch)
         for _ in range(200):
-            take_step(scaler, optimizer, parameter, overflow)
+            take_step(scaler, optimizer, parameter, torch.full_like(parameter, math.inf))
         check.exact(scaler.get_scale() > 0, True)
 
 
@@ -383,6 +368,7 @@ def unsharded_model() -> nn.Linear:
 
 
 flow_formats = pytest.mark.parametrize("fmt", [FP16, FP32, FP64], ids=lambda fmt: fmt.name)
+flow_ranks = pytest.mark.parametrize("world_size", [2, 4], ids=lambda w: f"w{w}")
 
 
 class TestFlow:
@@ -393,13 +379,13 @@ class TestFlow:
         flow.check_one_process(check, truth, "grad_scaler", fmt, device.torch)
 
     @flow_formats
-    @pytest.mark.parametrize("world_size", [2, 4], ids=lambda w: f"w{w}")
+    @flow_ranks
     def test_fully_sharded(
         self, check: Check, truth: LoadTruth, ranks: RunRanks, fmt: Format, world_size: int
     ) -> None:
         flow.check_ranks(check, truth, ranks, flow.fully_sharded, world_size, "grad_scaler", fmt)
 
-    @pytest.mark.parametrize("world_size", [2, 4], ids=lambda w: f"w{w}")
+    @flow_ranks
     def test_overflow_on_one_rank_skips_the_step_on_all(
         self, check: Check, ranks: RunRanks, world_size: int
     ) -> None:

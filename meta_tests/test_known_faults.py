@@ -1,0 +1,118 @@
+"""Known faults: which case on which release a row covers, and what every row must say."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from fixtures import known_faults
+from fixtures.known_faults import KNOWN_FAULTS, KnownFault, known_fault
+from fixtures.nodes import NODE_IDS, PROMISES
+
+ROW = KnownFault(
+    cases=("gelu/op/huge-*/cpu/*/eager", "gelu/op/infinity/cpu/bf1?"),
+    releases=">=2.5,<=2.14.1",
+    where={},
+    report="an issue",
+    what="a defect",
+)
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def of(*rows: KnownFault) -> None:
+        monkeypatch.setattr(known_faults, "KNOWN_FAULTS", rows)
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("case", "covered"),
+    [
+        ("gelu/op/huge-erf/cpu/fp32/eager", True),
+        ("gelu/op/huge-erf/cpu/fp32/eager2", False),
+        ("gelu/op/huge-erf/cuda/fp32/eager", False),
+        ("gelu/op/huge/cpu/fp32/eager", False),
+        ("gelu/op/infinity/cpu/bf16", True),
+        ("gelu/op/infinity/cpu/bf1", False),
+        ("GELU/op/infinity/cpu/bf16", False),
+        ("weight_update/gelu/op/infinity/cpu/bf16", False),
+    ],
+)
+def test_patterns_cover_whole_case_ids(table: Any, case: str, covered: bool) -> None:
+    table(ROW)
+    assert known_fault(case, {"torch": "2.13.0"}) is (ROW if covered else None)
+
+
+@pytest.mark.parametrize(
+    ("release", "covered"),
+    [
+        ("2.4.1", False),
+        ("2.5.0", True),
+        ("2.13.0+cpu", True),
+        ("2.14.1", True),
+        ("2.14.1+cu130", True),
+        ("2.14.2", False),
+        ("2.14.0.dev20260401+cu130", True),
+        ("2.15.0.dev2026", False),
+        ("2.15.0a0+git1a2b3c4", False),
+        ("2.15.0", False),
+    ],
+)
+def test_ranges_ignore_the_local_part_and_hold_for_nightlies(
+    table: Any, release: str, covered: bool
+) -> None:
+    table(ROW)
+    found = known_fault("gelu/op/infinity/cpu/bf16", {"torch": release})
+    assert found is (ROW if covered else None)
+
+
+@pytest.mark.parametrize(
+    ("environment", "covered"),
+    [
+        ({"isa": "avx2", "threads": 1}, True),
+        ({"isa": "avx512", "threads": 1}, True),
+        ({"isa": "default", "threads": 1}, False),
+        ({"isa": "avx2", "threads": 2}, False),
+        ({"isa": "avx2"}, False),
+    ],
+)
+def test_every_field_of_where_must_have_one_of_its_values(
+    table: Any, environment: dict[str, Any], covered: bool
+) -> None:
+    row = replace(ROW, where={"isa": ("avx2", "avx512"), "threads": (1,)})
+    table(row)
+    found = known_fault("gelu/op/infinity/cpu/bf16", {"torch": "2.13.0", **environment})
+    assert found is (row if covered else None)
+
+
+def test_the_first_row_that_covers_a_case_is_the_one(table: Any) -> None:
+    other = replace(ROW, cases=("*",), report="another issue")
+    table(replace(ROW, releases="<2"), other, ROW)
+    assert known_fault("gelu/op/infinity/cpu/bf16", {"torch": "2.13.0"}) is other
+
+
+@pytest.mark.parametrize("row", KNOWN_FAULTS, ids=lambda row: row.cases[0])
+class TestEachRow:
+    def test_has_a_report_and_a_sentence(self, row: KnownFault) -> None:
+        assert re.search(r"\b(issue|pull) \d+\b|https://|no public report found", row.report)
+        assert len(row.what.split()) > 4
+        assert "\n" not in row.report + row.what
+
+    def test_names_a_node_and_a_promise(self, row: KnownFault) -> None:
+        for pattern in row.cases:
+            node, promise, *rest = pattern.split("/")
+            assert node in NODE_IDS
+            assert promise in PROMISES
+            assert rest
+
+    def test_has_a_range_that_ends(self, row: KnownFault) -> None:
+        """A release to come is an ordinary one: it has to show that it is wrong too."""
+        releases = SpecifierSet(row.releases)
+        assert Version("2.13.0") in releases
+        assert Version("99.0") not in releases

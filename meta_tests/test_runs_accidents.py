@@ -1,0 +1,191 @@
+"""Runs in which something dies, is interrupted or runs out of space: what is left, what is said."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from meta_tests.running import Repository, copy_repository, read_json
+
+
+def test_a_killed_rank_fails_its_test_and_no_other(tmp_path: Path) -> None:
+    repository = copy_repository(tmp_path)
+    repository.write_checks(
+        """
+        def total(rank, victim):
+            if rank.index == victim:
+                os.kill(os.getpid(), signal.SIGKILL)
+            share = torch.ones(1)
+            dist.all_reduce(share)
+            return share.item()
+
+        class TestOp:
+            def test_killed(self, check, ranks):
+                check.exact(ranks(total, 2, 1), [2.0, 2.0])
+
+            def test_sound(self, check, ranks):
+                check.exact(ranks(total, 2, None), [2.0, 2.0])
+        """
+    )
+    ended = repository.run("--record", "record")
+    assert ended.code == 1
+    assert "1 failed, 1 passed" in ended.text
+    assert (
+        "rank 1 was ended by SIGKILL in precision_tests.test_weight_update:total" in ended.text
+    ), ended.text
+    cases = read_json(repository.root / "record" / "verdict.json")["cases"]
+    assert {case_id: judged["verdict"] for case_id, judged in cases.items()} == {
+        "weight_update/op/killed-call-error/cpu": "REGRESSION",
+        "weight_update/op/sound/cpu": "PASS",
+    }
+
+
+def test_a_worker_that_dies_is_a_failed_case(tmp_path: Path) -> None:
+    repository = copy_repository(tmp_path)
+    repository.write_checks(
+        """
+        class TestOp:
+            def test_dies(self, check, device):
+                os._exit(3)
+
+            def test_sound(self, check, device):
+                check.exact(1, 1)
+        """
+    )
+    ended = repository.run("-n", "1", "--record", "record")
+    assert ended.code == 1
+    written = read_json(repository.root / "record" / "verdict.json")
+    assert written["matrix"]["weight_update"]["op"].startswith("REGRESSION")
+    cases = {case_id: judged["verdict"] for case_id, judged in written["cases"].items()}
+    assert cases.pop("weight_update/op/sound/cpu") == "PASS"
+    [(lost, judged)] = cases.items()
+    assert "dies" in lost
+    assert judged == "REGRESSION"
+    assert "worker 'gw0' crashed while running 'precision_tests/test_weight_update.py" in ended.text
+
+
+# --- Ctrl-C -------------------------------------------------------------------------------------
+
+WAITING = """
+    import pathlib, time
+
+    def wait(rank):
+        time.sleep(60)
+
+    class TestOp:
+        def test_sound(self, check, device):
+            check.exact(1, 1)
+
+        def test_waits(self, check, ranks):
+            ranks(abs_index, 2)
+            pathlib.Path("waiting").touch()
+            ranks(wait, 2)
+
+    def abs_index(rank):
+        return rank.index
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ctrl_c_ends_everything_and_leaves_no_half_record(tmp_path: Path, workers: int) -> None:
+    repository = copy_repository(tmp_path)
+    repository.write_checks(WAITING)
+    process = repository.start("-n", workers)
+    try:
+        wait_for(repository.root / "waiting")
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        text, _ = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 2, text
+    deadline = time.monotonic() + 10
+    while (left := running_in(repository)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert left == []
+    runs = repository.root / "reports" / "runs"
+    records = [path for path in runs.iterdir() if not path.is_symlink()] if runs.exists() else []
+    assert not [path for path in records if path.name.startswith(".")]
+    for record in records:
+        assert read_json(record / "cases.json")["complete"] is False
+        assert repository.run("exit-code", record, module="reports").code == 2
+    if workers == 0:
+        assert len(records) == 1
+        assert "interrupted: the record holds what was measured so far" in text
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not appear"
+        time.sleep(0.02)
+
+
+def running_in(repository: Repository) -> list[str]:
+    """Command lines of the processes whose working directory is the repository."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if (process / "cwd").resolve() == repository.root.resolve():
+                found.append((process / "cmdline").read_text().replace("\0", " "))
+        except OSError:  # it ended meanwhile
+            continue
+    return found
+
+
+# --- a full disk --------------------------------------------------------------------------------
+
+MEASUREMENTS = {
+    "cases.json": "for number in range(20): check.exact(number, number, name=str(number))",
+    "tensors.safetensors": "check.exact(torch.zeros(4096), torch.zeros(4096))",
+}
+
+
+@pytest.mark.parametrize("too_large", MEASUREMENTS)
+def test_a_record_that_cannot_be_written_is_said_and_not_begun(
+    tmp_path: Path, too_large: str
+) -> None:
+    repository = copy_repository(tmp_path)
+    repository.write_checks(
+        f"""
+        class TestOp:
+            def test_it(self, check, device):
+                {MEASUREMENTS[too_large]}
+        """
+    )
+    repository.record(to="records/whole")
+    sizes = {p.name: p.stat().st_size for p in (repository.root / "records/whole").iterdir()}
+    assert [name for name, size in sizes.items() if size > 8000] == [too_large]
+    ended = repository.run("--record", "records/mine", file_limit=8000)
+    assert ended.code == 3
+    assert (
+        "error: the record was not written to records/mine: File too large; free space"
+        in ended.text
+    )
+    assert "the record could not be written (exit code 3)" in ended.text
+    assert "Traceback" not in ended.text
+    assert [path.name for path in (repository.root / "records").iterdir()] == ["whole"]
+
+
+def test_a_proposal_that_cannot_be_written_is_withdrawn(tmp_path: Path) -> None:
+    repository = copy_repository(tmp_path)
+    repository.write_checks(
+        """
+        class TestOp:
+            def test_it(self, check):
+                open("golden/.staging/observed", "w").close()  # where a folder has to be
+                check.exact(1, 1)
+        """
+    )
+    before = sorted((repository.root / "golden").rglob("*"))
+    truth = repository.run("--golden=propose", file_limit=100_000)
+    observed = repository.run("--golden=propose")
+    for ended, why in ((truth, "File too large"), (observed, "Not a directory")):
+        assert ended.code == 3
+        assert "proposal withdrawn: " in ended.text
+        assert f"could not be written ({why}); free space, then propose again" in ended.text
+        assert "Traceback" not in ended.text
+        assert sorted((repository.root / "golden").rglob("*")) == before
