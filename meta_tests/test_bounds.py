@@ -287,4 +287,6 @@ def test_far_and_nonfinite_inputs_have_a_finite_bound_without_warnings() -> None
             forward = getattr(gelu_bounds, name)(x, CPU, fmt).limit
             assert torch.isfinite(forward).all()
             assert (forward[[2, 4, 6]] <= 2 * fmt.smallest_normal).all()  # x Phi(x) is 0 there
-            assert torch.isfinite(getattr(gelu_bounds, f"{name}_gradient")(x, 1.0, CPU, fmt).limit).all()
+            assert torch.isfinite(
+                getattr(gelu_bounds, f"{name}_gradient")(x, 1.0, CPU, fmt).limit
+            ).all()

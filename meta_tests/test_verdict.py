@@ -11,7 +11,7 @@ import pytest
 
 from fixtures import verdict
 from fixtures.nodes import NODE_IDS
-from fixtures.record import Case, Record, by_id, observe
+from fixtures.record import Case, Record, observe
 from fixtures.verdict import Judgement, Verdict, cell, exit_code, judge, judge_record, matrix
 
 
@@ -132,7 +132,7 @@ class TestExceptions:
 
 
 def record_of(*cases: Case, torch: str = "2.13.0", **changes: object) -> Record:
-    whole = Record({"cpu": {"torch": torch}}, by_id(cases))
+    whole = Record({"cpu": {"torch": torch}}, {case.id: case for case in cases})
     return replace(whole, **changes)  # type: ignore[arg-type]
 
 
