@@ -77,6 +77,32 @@ class TestSums:
         assert 0.3 < compare(total, ranks.sum(0), bound.limit, BF16).margin <= 1.0
         assert compare(total + ranks[0], ranks.sum(0), bound.limit, BF16).margin > 10.0
 
+    @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+    def test_a_mean_by_a_rounded_reciprocal_is_within_its_bound_and_a_sum_is_not(
+        self, world_size: int
+    ) -> None:
+        """As NCCL's AVG does it: each term times 1/W in the format, then the additions."""
+        ranks = torch.from_numpy(np.random.default_rng(1).uniform(0, 1, (world_size, 1000)))
+        ranks = round_to(ranks, BF16)
+        reciprocal = round_to(torch.tensor([1.0 / world_size], dtype=torch.float64), BF16)
+        total = round_to(ranks[0] * reciprocal, BF16)
+        for rank in ranks[1:]:
+            total = round_to(total + round_to(rank * reciprocal, BF16), BF16)
+        limit = bounds.mean_reduction(ranks.sum(0), world_size, BF16).limit
+        assert 0.2 < compare(total, ranks.mean(0), limit, BF16).margin <= 1.0
+        assert compare(ranks.sum(0), ranks.mean(0), limit, BF16).margin > 10.0
+
+    def test_a_norm_and_a_reciprocal_product_are_within_their_bounds(self) -> None:
+        x = torch.from_numpy(np.random.default_rng(2).normal(size=1000)).float()
+        want = x.double().norm().reshape(1)
+        limit = bounds.norm2(want, 1000, FP32).limit
+        assert compare(x.norm().reshape(1), want, limit, FP32).margin <= 1.0
+        quotient = x.double() / 3.0
+        limit = bounds.reciprocal_product(quotient, FP32).limit
+        product = x * torch.tensor(1.0 / 3.0, dtype=torch.float64).float()
+        assert 0.3 < compare(product, quotient, limit, FP32).margin <= 1.0
+        assert compare(x.bfloat16() / 3, quotient, limit, FP32).margin > 100.0
+
     def test_probabilistic_gamma_by_hand(self) -> None:
         u, n = 2.0**-24, 10_000
         deviations = math.sqrt(2 * math.log(2 / 1e-9))

@@ -169,6 +169,13 @@ class TestRecords:
         assert found[1:] == [Judgement(lost, Verdict.UNVERIFIED, detail, missing=True)]
         assert exit_code(found) == 22
 
+    def test_a_case_that_could_be_verified_before_and_cannot_be_now_is_asked_for(self) -> None:
+        refused = replace(OLD, outcome="unverified", reason="torch refuses it")
+        found = judge_record(record_of(refused), record_of(OLD))
+        assert found == [Judgement(refused, Verdict.UNVERIFIED, "torch refuses it", missing=True)]
+        assert exit_code(found) == 22
+        assert exit_code(judge_record(record_of(refused), record_of(refused))) == 0
+
     @pytest.mark.parametrize(
         "run",
         [

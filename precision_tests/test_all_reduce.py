@@ -255,15 +255,12 @@ class TestOp:
     def test_average(
         self, check: Check, truth: LoadTruth, ranks: RunRanks, fmt: Format, world_size: int
     ) -> None:
-        """AVG is the sum over W: W - 1 additions and one division, before or after them."""
+        """AVG is the sum over W, whether it divides or multiplies by 1/W, before or after."""
         case = truth(f"sum-{fmt.name}")
         values = [case.inputs[f"rank{rank}"] for rank in range(world_size)]
         want = case.values[f"w{world_size}"].double() / world_size
-        # Each term meets at most W roundings; each of W quotients may lose half a subnormal.
-        limit = magnitude(values) / world_size * bounds.gamma(world_size, fmt.unit_roundoff)
-        limit = limit + world_size * fmt.smallest_subnormal / 2
-        theorem = f"mean over {world_size} ranks in {fmt.name}"
-        bound = Bound(limit, theorem, "Higham, ASM, (4.4)") + bounds.stored_reference(want)
+        bound = bounds.mean_reduction(magnitude(values), world_size, fmt)
+        bound += bounds.stored_reference(want)
         check.within(ranks(reduce, world_size, values, "AVG")[0], want, bound, inputs=case.digest)
 
     @formats
@@ -355,14 +352,12 @@ class TestOp:
     ) -> None:
         """The norm is that of the mean over ranks of their rows' gradients, as in one process."""
         model = clipped_model()
-        (model(clipped_rows()).sum() / world_size).backward()
+        model(clipped_rows()).sum().backward()
         gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-        want = gradient.double().norm().reshape(1)
+        want = (gradient.double() / world_size).norm().reshape(1)  # the gradient is exact
         norms = ranks(clip, world_size, implementation)
         check.exact([norm == norms[0] for norm in norms], [True] * world_size, name="ranks-agree")
-        # The gradient is exact; its norm adds squares, by tensor and by rank, and takes roots.
-        limit = want * bounds.gamma(gradient.numel() + 4, FP32.unit_roundoff)
-        bound = Bound(limit, "2-norm, gamma_(n+4)", "Higham, ASM, (3.5)")
+        bound = bounds.norm2(want, gradient.numel(), FP32)
         check.within(torch.tensor(norms[:1]), want, bound, name="norm")
 
     @pytest.mark.parametrize("implementation", ["ddp", "fully_shard"])

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from fixtures import record, summary, verdict
 from fixtures.record import Record, RecordError
+from fixtures.run import require_baseline
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,13 +30,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     try:
         if chosen.command == "exit-code":
-            return int(record.read(chosen.record).verdict["exit_code"])
+            return exit_code(chosen.record)
         if chosen.command == "compare":
-            return compare_records(record.read(chosen.baseline), record.read(chosen.record))
+            baseline = record.read(chosen.baseline)
+            require_baseline(baseline, str(chosen.baseline))
+            return compare_records(baseline, record.read(chosen.record))
         return gate_upgrade(chosen.old_python, chosen.workers)
     except RecordError as error:
         print(f"error: {error}", file=sys.stderr)
         return 4
+
+
+def exit_code(folder: Path) -> int:
+    """The code that the run of a record ended with."""
+    concluded = record.read(folder).verdict
+    if "exit_code" not in concluded:
+        raise RecordError(f"{folder} holds no verdict: it is a golden observation, not a run")
+    return int(concluded["exit_code"])
 
 
 def compare_records(baseline: Record, observed: Record) -> int:
