@@ -50,6 +50,18 @@ def test_patterns_cover_whole_case_ids(table: Any, case: str, covered: bool) -> 
 
 
 @pytest.mark.parametrize(
+    ("wrong", "covered"), [((), True), (["nan"], True), (["inf", "nan"], True), (["5.0"], False)]
+)
+def test_only_the_wrong_values_of_the_fault_are_excused(
+    table: Any, wrong: list[str], covered: bool
+) -> None:
+    row = replace(ROW, got=("nan", "inf"))
+    table(row)
+    found = known_fault("gelu/op/huge-erf/cpu/fp32/eager", {"torch": "2.13.0"}, wrong)
+    assert found is (row if covered else None)
+
+
+@pytest.mark.parametrize(
     ("release", "covered"),
     [
         ("2.4.1", False),

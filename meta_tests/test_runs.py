@@ -201,8 +201,7 @@ def test_an_environment_that_cannot_be_meant_is_refused(
 
 def test_a_policy_that_cannot_be_meant_is_refused(tmp_path: Path) -> None:
     repository = copy_repository(tmp_path)
-    with (repository.root / "pyproject.toml").open("a") as policy:
-        policy.write('[tool.precision]\ndrift_fails = "yes"\n')
+    repository.edit("pyproject.toml", "drift_fails = false", 'drift_fails = "yes"')
     ended = repository.run()
     assert ended.code == 4
     assert "[tool.precision] drift_fails must be a bool, not 'yes'" in ended.text

@@ -162,8 +162,7 @@ def test_a_record_that_cannot_be_written_is_said_and_not_begun(
     ended = repository.run("--record", "records/mine", file_limit=8000)
     assert ended.code == 3
     assert (
-        "error: the record was not written to records/mine: File too large; free space"
-        in ended.text
+        "error: the record was not written to records/mine: File too large; make room" in ended.text
     )
     assert "the record could not be written (exit code 3)" in ended.text
     assert "Traceback" not in ended.text

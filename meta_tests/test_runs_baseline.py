@@ -120,8 +120,7 @@ def test_other_bits_in_another_environment_are_drift_that_policy_may_fail(
     assert compared.code == 0
     assert "1 cases moved inside their bounds, 1 did not move" in compared.text
 
-    with (repository.root / "pyproject.toml").open("a") as policy:
-        policy.write("[tool.precision]\ndrift_fails = true\n")
+    repository.edit("pyproject.toml", "drift_fails = false", "drift_fails = true")
     failed = repository.run("--baseline", "baseline")
     assert failed.code == 20
     assert "verdict: DRIFT, and policy fails it (exit code 20)" in failed.text

@@ -136,8 +136,9 @@ def test_a_proposal_is_looked_at_blessed_and_then_the_baseline(tmp_path: Path) -
     assert "the proposal was made on a dirty tree" in refused.text
 
     git(repository, "commit", "-q", "-a", "-m", "Another factor")
-    assert repository.run("--golden=propose", *ONE_CASE, "--record", "proposed").code == 24
-    assert repository.run("exit-code", "proposed", module="reports").code == 24
+    proposed = "reports/runs/proposed"
+    assert repository.run("--golden=propose", *ONE_CASE, f"--record={proposed}").code == 24
+    assert repository.run("exit-code", proposed, module="reports").code == 24
     staged = tree(repository.root / "golden" / ".staging")
     assert {
         k: v for k, v in tree(repository.root / "golden").items() if ".staging" not in k

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -79,6 +80,19 @@ class TestTable:
 
 
 class TestExceptions:
+    @pytest.mark.parametrize(
+        ("environment_changed", "expected"),
+        [(True, Verdict.DRIFT), (False, Verdict.REGRESSION)],
+    )
+    def test_a_known_fault_that_goes_wrong_otherwise_has_moved(
+        self, environment_changed: bool, expected: Verdict
+    ) -> None:
+        known: dict[str, Any] = {"outcome": "outside", "known": "a fault", "reason": "it is NaN"}
+        old, new = replace(OLD, **known), replace(MOVED, **known)
+        found = judge(new, old, environment_changed=environment_changed)
+        assert found.verdict is expected
+        assert judge(old, old, environment_changed=False).known == "a fault"
+
     @pytest.mark.parametrize("changed", [False, True], ids=["same-env", "changed-env"])
     def test_what_is_not_repeatable_by_nature_is_left_to_the_bound(self, changed: bool) -> None:
         case = case_of(4, not_repeatable=ATOMICS)

@@ -195,11 +195,16 @@ optimizers = pytest.mark.parametrize("optimizer", OPTIMIZERS)
 implementations = pytest.mark.parametrize("implementation", KINDS)
 
 
+def spread(count: int) -> Tensor:
+    """Numbers from -2 to 2 that fp32 holds exactly, whatever kernel makes them."""
+    return (torch.arange(count, dtype=torch.float32) % 33 - 16) / 8
+
+
 class Run:
     """Two parameters under an optimizer and a scaler, with scaled gradients handed in."""
 
     def __init__(self, device: Device, optimizer: str, kind: str, scale: float = 65536.0) -> None:
-        values = torch.linspace(-2, 2, 37, device=device.torch)
+        values = spread(37).to(device.torch)
         self.parameters = [nn.Parameter(values[:size].clone()) for size in (37, 5)]
         self.optimizer = OPTIMIZERS[optimizer](self.parameters, **KINDS[kind])
         self.scaler = scaler_on(device, init_scale=scale)
@@ -208,7 +213,7 @@ class Run:
         """Step ``number``; ``broken`` replaces one element of the second gradient."""
         for index, parameter in enumerate(self.parameters):
             size = parameter.numel()
-            gradient = torch.linspace(-1, 1, size, device=parameter.device) / (1 + number + index)
+            gradient = spread(size).to(parameter.device) / 2.0 ** (1 + number + index)
             parameter.grad = gradient * self.scaler.get_scale()
         if broken is not None:
             gradient = self.parameters[1].grad
@@ -355,8 +360,8 @@ def skip_together(rank: Rank, broken_rank: int) -> tuple[dict[str, Tensor], floa
 def unsharded_model() -> nn.Linear:
     model = nn.Linear(8, 8)
     with torch.no_grad():
-        model.weight.copy_(torch.linspace(-1, 1, 64).reshape(8, 8))
-        model.bias.copy_(torch.linspace(-1, 1, 8))
+        model.weight.copy_(spread(64).reshape(8, 8))
+        model.bias.copy_(spread(8))
     return model
 
 

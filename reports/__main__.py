@@ -56,6 +56,12 @@ def compare_records(baseline: Record, observed: Record) -> int:
         print(line)
     for line in summary.environment_changes(baseline.environment, observed.environment):
         print(line)
+    failed = (verdict.Verdict.REGRESSION, verdict.Verdict.NONDETERMINISTIC)
+    for line in summary.section(
+        "outside their bound or moved without a reason",
+        (j for j in judgements if j.verdict in failed),
+    ):
+        print(line)
     moved = [j for j in judgements if j.verdict is verdict.Verdict.DRIFT]
     same = sum(1 for j in judgements if j.verdict is verdict.Verdict.PASS)
     print(f"\n{len(moved)} cases moved inside their bounds, {same} did not move:")
