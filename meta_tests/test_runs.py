@@ -127,8 +127,7 @@ def test_a_missing_compiler_counts_only_where_it_is_required(tmp_path: Path) -> 
     assert "PASS exact (1 unverified)" in listed.text
     required = repository.run("--require", "compiled", CXX="/none/c++")
     assert (required.code, reason in required.text) == (22, True)
-    with (repository.root / "pyproject.toml").open("a") as policy:
-        policy.write('[tool.precision]\nrequire = ["compiled"]\n')
+    repository.edit("pyproject.toml", "require = []", 'require = ["compiled"]')
     assert repository.run(CXX="/none/c++").code == 22
 
 
