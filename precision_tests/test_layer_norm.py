@@ -35,6 +35,7 @@ from fixtures.devices import Device
 from fixtures.distributed.ranks import RunRanks
 from fixtures.golden import Golden, LoadTruth, Truth
 from fixtures.layer_norm import (
+    EPS,
     ROWS,
     concatenated,
     gradients_of,
@@ -48,7 +49,6 @@ from fixtures.numerics.bounds import Bound
 from fixtures.numerics.formats import BF16, FP16, FP32, FP64, Format, round_to
 from fixtures.training import flow, philox
 
-EPS = 1e-5
 WIDTHS = (2, 7, 15, 16, 17, 33, 257)  # below, at and above the vector width
 KINDS = ("plain", "offset", "constant", "small", "far")  # far: exact in fp32 only
 
