@@ -1,0 +1,381 @@
+"""Attention: four linear projections, and softmax(q k^T / sqrt K) v between them.
+
+What goes wrong: partial sums are kept in 16 bit; the scale is forgotten; the causal mask is off by
+one; dropout stays on in evaluation; an upgrade chooses another backend; a query that may see
+nothing yields NaN, or one with a NaN yields 0.
+
+Theorem: a product of K terms errs by gamma_K sum |a b| in any order, u that of the accumulator
+(Higham, Accuracy and Stability, (3.5)); softmax multiplies the error of a score by at most the
+share, plus the mean over the row; sums of shares times values by gamma_S. All is first order,
+element by element, and holds for whole scores as for blocks with a running maximum; derived in
+docs/theory/attention.md. A backend that refuses a case leaves it UNVERIFIED.
+
+Truth: projections in exact arithmetic (of multiples of 2^-7) or float64, attention by float64
+formulas with the gradients written out (fixtures.numerics.attention_bounds).
+
+Claims of the ledger: 6 (rounding differs between architectures: it does not, the order of sums
+does), 7 (fp32 inside SDPA makes the error: it prevents it; bf16 forward 1.4e-3 to 2.0e-3, nearly
+all output rounding, gradients by flash 2.3e-3 to 3.5e-3, by math 1.7e-3), 8 (results depend on run
+and batch: bitwise equal here).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fixtures.attending import ATTENTION, RUNNABLE, attend, magnitudes, only, project
+from fixtures.check import Check
+from fixtures.devices import Device
+from fixtures.distributed.ranks import RunRanks
+from fixtures.golden import Golden, LoadTruth, Truth
+from fixtures.numerics import attention_bounds
+from fixtures.numerics.attention_bounds import Attention, attention, factors_rounded, product
+from fixtures.numerics.bounds import stored_reference
+from fixtures.numerics.formats import BF16, FP16, FP32, FP64, TF32, Format
+from fixtures.training import flow, philox
+
+# (B, H, L, S, K), what masks, and how much larger than 1 queries are: 32 makes shares one-hot.
+SHAPES: dict[str, tuple[tuple[int, int, int, int, int], str, float]] = {
+    "causal": ((1, 2, 17, 17, 16), "causal", 1.0),
+    "causal-k64": ((1, 1, 33, 33, 64), "causal", 1.0),
+    "rectangular": ((1, 1, 7, 9, 128), "none", 1.0),
+    "more-queries": ((1, 1, 31, 9, 32), "none", 1.0),
+    "padded": ((2, 1, 15, 31, 24), "padding", 1.0),
+    "biased": ((1, 1, 16, 16, 32), "bias", 1.0),
+    "large-scores": ((1, 1, 33, 33, 16), "causal", 32.0),
+    "one-key": ((1, 2, 3, 1, 16), "none", 1.0),
+    "long": ((1, 1, 3, 515, 16), "none", 1.0),
+}
+
+formats = pytest.mark.parametrize("fmt", [BF16, FP16, FP32, FP64], ids=lambda fmt: fmt.name)
+backends = pytest.mark.parametrize("implementation", RUNNABLE)
+
+
+# --- golden cases -------------------------------------------------------------------------------
+
+
+def coarse(stream: str, *shape: int, factor: float = 1.0) -> Tensor:
+    """Multiples of 2^-7 times the factor in its open interval: exact in every format."""
+    drawn = torch.from_numpy(philox.uniform(1618, stream, shape))
+    return ((drawn * 127).round() / 128 * factor).float()
+
+
+def inputs_of(shape: str) -> dict[str, Tensor]:
+    (B, H, L, S, K), kind, factor = SHAPES[shape]
+    sizes = {"q": (L, K), "k": (S, K), "v": (S, K), "dout": (L, K)}
+    inputs = {
+        n: coarse(f"{shape}/{n}", B, H, *size, factor=factor if n == "q" else 1.0)
+        for n, size in sizes.items()
+    }
+    if kind == "padding":  # keys of each row from a length of its own on
+        lengths = torch.arange(1, B + 1) * S // (B + 1)
+        inputs["allowed"] = (torch.arange(S) < lengths[:, None])[:, None, None].expand(B, 1, L, S)
+    if kind == "bias":
+        inputs["bias"] = coarse(f"{shape}/bias", L, S, factor=4.0)
+    return inputs
+
+
+def reference_of(
+    inputs: dict[str, Tensor], kind: str, fmt: Format, backend: str = "", device: str = "cpu"
+) -> Attention:
+    q, k, v, dout = (inputs[name] for name in ("q", "k", "v", "dout"))
+    allowed = inputs.get("allowed")
+    if kind == "causal":
+        allowed = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
+    bias, in_parts = inputs.get("bias"), (backend, device) == ("flash", "cpu")
+    return attention(q, k, v, dout, fmt, allowed=allowed, bias=bias, stored_parts=in_parts)
+
+
+def attention_truth(shape: str) -> Truth:
+    inputs = inputs_of(shape)
+    values = reference_of(inputs, SHAPES[shape][1], FP64).values
+    stored = {name: t.contiguous() for name, t in inputs.items()}
+    return Truth(stored, {name: value.float() for name, value in values.items()})
+
+
+def projection_inputs(
+    stream: str, rows: int, inner: int, outer: int, fine: bool
+) -> dict[str, Tensor]:
+    """Of y = x W^T + b: coarse numbers, or fine ones, which need all digits of fp32."""
+    sizes = {"x": (rows, inner), "w": (outer, inner), "b": (outer,), "dy": (rows, outer)}
+    return {
+        name: torch.from_numpy(philox.uniform(1618, f"{stream}/{name}", size)).float()
+        if fine
+        else coarse(f"{stream}/{name}", *size)
+        for name, size in sizes.items()
+    }
+
+
+def projection_values(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """In float64; exact of coarse numbers."""
+    x, w, b, dy = (inputs[name].double() for name in ("x", "w", "b", "dy"))
+    return {"out": x @ w.mT + b, "dx": dy @ w, "dw": dy.mT @ x, "db": dy.sum(0)}
+
+
+def projection_truth(fine: bool) -> Truth:
+    inputs = projection_inputs("golden", 9, 131, 11, fine)
+    return Truth(inputs, {name: v.float() for name, v in projection_values(inputs).items()})
+
+
+GOLDEN = (
+    *(
+        Golden(
+            node="attention",
+            name=f"projection-{'fine' if fine else 'coarse'}",
+            generate=projection_truth,
+            arguments={"fine": fine},
+            precision="float64, of coarse numbers exact; rounded once to fp32",
+            bound="dot product + rounding",
+            uses=(coarse, projection_inputs, projection_values, philox),
+            last_bit=fine,
+        )
+        for fine in (False, True)
+    ),
+    *(
+        Golden(
+            node="attention",
+            name=shape,
+            generate=attention_truth,
+            arguments={"shape": shape},
+            precision="float64, rounded once to fp32",
+            bound="attention + rounding",
+            uses=(coarse, inputs_of, reference_of, attention_bounds, philox),
+            last_bit=True,
+        )
+        for shape in SHAPES
+    ),
+)
+
+
+# --- promise: bound -----------------------------------------------------------------------------
+
+
+@formats
+class TestBound:
+    @backends
+    @settings(max_examples=12)
+    @given(data=st.data())
+    def test_attention(
+        self, check: Check, device: Device, fmt: Format, implementation: str, data: st.DataObject
+    ) -> None:
+        """Any sizes, masks, and scores from flat to one-hot."""
+        sizes = [data.draw(st.integers(1, most)) for most in (40, 70, 40)]
+        L, S, K = sizes
+        kind = data.draw(st.sampled_from(["none", "causal"]))
+        factor = data.draw(st.sampled_from([0.125, 1.0, 8.0]))
+        stream = f"bound/{data.draw(st.integers(0, 2**20))}"
+        shapes = {"q": (L, K), "k": (S, K), "v": (S, K), "dout": (L, K)}
+        inputs = {
+            n: coarse(f"{stream}/{n}", 1, 2, *size, factor=factor if n == "q" else 1.0)
+            for n, size in shapes.items()
+        }
+        found = reference_of(inputs, kind, fmt, implementation, device.type)
+        got = attend(inputs, kind == "causal", fmt, device, implementation)
+        for name in ATTENTION:
+            check.within(got[name], found.values[name], found.bounds[name], name=name)
+
+    @settings(max_examples=20)
+    @given(
+        seed=st.integers(0, 2**20),
+        rows=st.integers(1, 40),
+        inner=st.integers(1, 300),
+        outer=st.integers(1, 40),
+    )
+    def test_projection(
+        self,
+        check: Check,
+        device: Device,
+        fmt: Format,
+        seed: int,
+        rows: int,
+        inner: int,
+        outer: int,
+    ) -> None:
+        inputs = projection_inputs(f"bound/{seed}", rows, inner, outer, fmt is FP32)
+        want, (size, terms) = projection_values(inputs)["out"], magnitudes(inputs)["out"]
+        x, w, b = (inputs[n].to(device.torch, fmt.dtype) for n in ("x", "w", "b"))
+        check.within(F.linear(x, w, b).cpu(), want, product(want, size, terms, fmt))
+
+
+# --- promise: op --------------------------------------------------------------------------------
+
+
+class TestOp:
+    @pytest.mark.sentinel
+    @formats
+    @pytest.mark.parametrize("layout", ["contiguous", "transposed", "strided"])
+    def test_projection(
+        self, check: Check, truth: LoadTruth, device: Device, fmt: Format, layout: str
+    ) -> None:
+        """Forward and three gradients, 131 features; every operand dense, transposed, strided."""
+        case = truth(f"projection-{'fine' if fmt is FP32 else 'coarse'}")
+        got = project(case.inputs, fmt, device, layout)
+        for name, (size, terms) in magnitudes(case.inputs).items():
+            want = case.values[name]
+            bound = product(want.double(), size, terms, fmt) + stored_reference(want)
+            check.within(got[name], want, bound, name=name, inputs=case.digest)
+
+    @pytest.mark.parametrize("switch", ["highest", "high", "medium"])
+    def test_float32_matmul_precision(
+        self, check: Check, truth: LoadTruth, device: Device, switch: str
+    ) -> None:
+        """At most, "high" rounds factors to TF32 and "medium" to bf16; "highest" is fp32."""
+        case = truth("projection-fine")
+        before = torch.get_float32_matmul_precision()
+        try:
+            torch.set_float32_matmul_precision(switch)
+            got = project(case.inputs, FP32, device, "contiguous")["out"]
+        finally:
+            torch.set_float32_matmul_precision(before)
+        want, (size, terms) = case.values["out"].double(), magnitudes(case.inputs)["out"]
+        bound = product(want, size, terms, FP32)
+        if switch != "highest":
+            bound += factors_rounded(size, terms, {"high": TF32, "medium": BF16}[switch])
+        check.within(got, want, bound + stored_reference(want), inputs=case.digest)
+
+    @backends
+    @formats
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_attention(
+        self,
+        check: Check,
+        truth: LoadTruth,
+        device: Device,
+        fmt: Format,
+        shape: str,
+        implementation: str,
+    ) -> None:
+        case, kind = truth(shape), SHAPES[shape][1]
+        inputs = dict(case.inputs)
+        got = attend(inputs, kind == "causal", fmt, device, implementation)
+        limits = reference_of(inputs, kind, fmt, implementation, device.type).bounds
+        for name in ATTENTION:
+            want = case.values[name]
+            bound = limits[name] + stored_reference(want)
+            check.within(got[name], want, bound, name=name, inputs=case.digest)
+
+    @backends
+    @formats
+    def test_layouts(
+        self, check: Check, truth: LoadTruth, device: Device, fmt: Format, implementation: str
+    ) -> None:
+        """Heads cut out of one projection, (B, L, H, K) transposed, and rows with gaps."""
+        case = truth("causal-k64")
+        found = reference_of(dict(case.inputs), "causal", fmt)
+        q, k, v = (case.inputs[n].to(device.torch, fmt.dtype) for n in ("q", "k", "v"))
+        arranged = {
+            "transposed": [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)],
+            "one-projection": list(torch.cat([q, k, v], -1).chunk(3, -1)),
+            "gaps": [torch.stack([t, t + 1], -2)[..., 0, :] for t in (q, k, v)],
+        }
+        for name, operands in arranged.items():
+            with only(implementation):
+                out = F.scaled_dot_product_attention(*operands, is_causal=True).cpu()
+            check.within(out, found.values["out"], found.bounds["out"], name=name)
+
+    @backends
+    @formats
+    def test_blind_query_yields_zero(
+        self, check: Check, device: Device, fmt: Format, implementation: str
+    ) -> None:
+        """A query that may see no key gives 0 and no gradient, by either kind of mask, not NaN."""
+        inputs = inputs_of("biased")
+        del inputs["bias"]
+        seen = torch.ones(16, 16, dtype=torch.bool)
+        seen[5] = False
+        masks = {"allowed": seen, "bias": torch.zeros(16, 16).masked_fill(~seen, -math.inf)}
+        for kind, mask in masks.items():
+            got = attend({**inputs, kind: mask}, False, fmt, device, implementation)
+            for name in ("out", "dq"):
+                row = got[name][:, :, 5]
+                check.exact(row.abs(), torch.zeros_like(row), name=f"{kind}-{name}")
+
+    @backends
+    @formats
+    @pytest.mark.parametrize("keys", [3, 17, 33], ids=lambda n: f"keys{n}")
+    @pytest.mark.parametrize("place", ["q", "k", "v"])
+    def test_nan_in_nan_out(
+        self,
+        check: Check,
+        device: Device,
+        fmt: Format,
+        place: str,
+        keys: int,
+        implementation: str,
+    ) -> None:
+        """Each query that sees the NaN says so; 3 keys are fewer than any vector holds."""
+        inputs = {n: coarse(f"nan/{n}", 2, 2, keys, 16) for n in ("q", "k", "v", "dout")}
+        at = keys // 2
+        inputs[place][:, :, at] = math.nan
+        out = attend(inputs, True, fmt, device, implementation)["out"]
+        rows = out[:, :, at : at + 1] if place == "q" else out[:, :, at:]
+        check.exact(bool(rows.isnan().all()), True)
+
+    @formats
+    @pytest.mark.parametrize("implementation", ["math", "flash"])
+    def test_grouped_queries(
+        self, check: Check, device: Device, fmt: Format, implementation: str
+    ) -> None:
+        """Four heads of queries on two of keys: each pair of heads shares one."""
+        q = coarse("gqa/q", 1, 4, 9, 16)
+        k, v = coarse("gqa/k", 1, 2, 9, 16), coarse("gqa/v", 1, 2, 9, 16)
+        repeated = {"q": q, "k": k.repeat_interleave(2, 1), "v": v.repeat_interleave(2, 1)}
+        found = reference_of({**repeated, "dout": q}, "none", fmt)
+        q, k, v = (t.to(device.torch, fmt.dtype) for t in (q, k, v))
+        with only(implementation):
+            out = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        check.within(out.cpu(), found.values["out"], found.bounds["out"])
+
+    @backends
+    @formats
+    def test_alone_or_in_a_batch(
+        self, check: Check, device: Device, fmt: Format, implementation: str
+    ) -> None:
+        """Bitwise on the CPU; elsewhere another kernel may serve another batch."""
+        if device.type != "cpu":
+            pytest.skip("only on the CPU is the same kernel promised for every batch")
+        inputs = inputs_of("padded")
+        alone = {n: t[1:].contiguous() for n, t in inputs.items()}
+        whole = attend(inputs, False, fmt, device, implementation)
+        single = attend(alone, False, fmt, device, implementation)
+        for name in ATTENTION:
+            check.exact(single[name], whole[name][1:], name=name)
+
+    @formats
+    def test_nothing_is_drawn_in_evaluation(
+        self, check: Check, device: Device, fmt: Format
+    ) -> None:
+        """Two seeds, one result; and which backend torch chose is recorded."""
+        inputs = inputs_of("causal")
+        q, k, v = (inputs[n].to(device.torch, fmt.dtype).requires_grad_() for n in ("q", "k", "v"))
+        found = []
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            found.append(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        check.exact(found[1].detach(), found[0].detach())
+        check.observe(found[0].grad_fn.name(), name="backend")
+
+
+# --- promise: flow ------------------------------------------------------------------------------
+
+
+@formats
+class TestFlow:
+    """Projections and attention run in torch and in the format; the rest of the step is float64."""
+
+    def test_one_process(self, check: Check, truth: LoadTruth, device: Device, fmt: Format) -> None:
+        flow.check_one_process(check, truth, "attention", fmt, device.torch)
+
+    @pytest.mark.parametrize("world_size", [2, 4], ids=lambda w: f"w{w}")
+    def test_fully_sharded(
+        self, check: Check, truth: LoadTruth, ranks: RunRanks, fmt: Format, world_size: int
+    ) -> None:
+        flow.check_ranks(check, truth, ranks, flow.fully_sharded, world_size, "attention", fmt)
