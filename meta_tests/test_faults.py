@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import adam as optim_adam
+from torch.utils import checkpoint
 
 import fixtures.faults
 from fixtures.distributed.pool import RankPool
@@ -29,7 +30,7 @@ from fixtures.nodes import NODE_IDS
 CHECKS = Path(__file__).parents[1] / "precision_tests"
 
 # Where faults may patch. A fault that patches elsewhere names its place here.
-PATCHED: tuple[Any, ...] = (torch, F, dist, nn.utils, torch.amp.GradScaler, optim_adam)
+PATCHED: tuple[Any, ...] = (torch, F, dist, nn.utils, torch.amp.GradScaler, optim_adam, checkpoint)
 
 all_faults = pytest.mark.parametrize("name", FAULTS)
 
