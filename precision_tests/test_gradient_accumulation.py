@@ -14,9 +14,8 @@ of 1.
 Truth: sums of products in exact rational arithmetic, rounded once to fp32.
 
 Claims of the ledger: 9 and 12 (not dividing stated to cost 0.0003 %: a mean of means costs 3 to
-160 %, a weighted one nothing), 101 (never bitwise the full
-batch, nor in another order: within gamma), 102 (bf16 accumulator -2.6 % at 1024 micro-batches;
-no valid target: the mean is NaN).
+160 %, a weighted one nothing), 101 (never bitwise the full batch, nor in another order: within
+gamma), 102 (bf16 accumulator -2.6 % at 1024 micro-batches; no valid target: the mean is NaN).
 """
 
 from __future__ import annotations
