@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.optim import adam as optim_adam
+from torch.utils import checkpoint
 
 import fixtures.faults
 from fixtures.distributed.pool import RankPool
@@ -24,11 +26,22 @@ from fixtures.distributed.ranks import Rank
 from fixtures.faults import FAULTS, inject
 from fixtures.faults.detection import Detection, Seen, as_json, markexpr, problems, table
 from fixtures.nodes import NODE_IDS
+from fixtures.training import framework
 
 CHECKS = Path(__file__).parents[1] / "precision_tests"
 
 # Where faults may patch. A fault that patches elsewhere names its place here.
-PATCHED: tuple[Any, ...] = (torch, F, dist, nn.utils, torch.amp.GradScaler)
+PATCHED: tuple[Any, ...] = (
+    torch,
+    F,
+    dist,
+    nn.utils,
+    nn.parallel.DistributedDataParallel,
+    torch.amp.GradScaler,
+    optim_adam,
+    checkpoint,
+    framework,
+)
 
 all_faults = pytest.mark.parametrize("name", FAULTS)
 
