@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.data._utils import worker
+from torch.utils.data.distributed import DistributedSampler
 
 import fixtures.faults
 from fixtures.distributed.pool import RankPool
@@ -24,11 +26,13 @@ from fixtures.distributed.ranks import Rank
 from fixtures.faults import FAULTS, inject
 from fixtures.faults.detection import Detection, Seen, as_json, markexpr, problems, table
 from fixtures.nodes import NODE_IDS
+from fixtures.training import loading
 
 CHECKS = Path(__file__).parents[1] / "precision_tests"
 
 # Where faults may patch. A fault that patches elsewhere names its place here.
 PATCHED: tuple[Any, ...] = (torch, F, dist, nn.utils, torch.amp.GradScaler)
+PATCHED += (DistributedSampler, loading, worker)
 
 all_faults = pytest.mark.parametrize("name", FAULTS)
 
