@@ -26,13 +26,13 @@ from fixtures.distributed.ranks import Rank
 from fixtures.faults import FAULTS, inject
 from fixtures.faults.detection import Detection, Seen, as_json, markexpr, problems, table
 from fixtures.nodes import NODE_IDS
-from fixtures.training import loading
+from fixtures.training import loading, seeding
 
 CHECKS = Path(__file__).parents[1] / "precision_tests"
 
 # Where faults may patch. A fault that patches elsewhere names its place here.
 PATCHED: tuple[Any, ...] = (torch, F, dist, nn.utils, torch.amp.GradScaler)
-PATCHED += (DistributedSampler, loading, worker)
+PATCHED += (DistributedSampler, loading, worker, nn.init, seeding)
 
 all_faults = pytest.mark.parametrize("name", FAULTS)
 
