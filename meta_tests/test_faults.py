@@ -19,6 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import adam as optim_adam
 from torch.utils import checkpoint
+from torch.utils.data._utils import worker
+from torch.utils.data.distributed import DistributedSampler
 
 import fixtures.faults
 from fixtures.distributed.pool import RankPool
@@ -26,7 +28,7 @@ from fixtures.distributed.ranks import Rank
 from fixtures.faults import FAULTS, inject
 from fixtures.faults.detection import Detection, Seen, as_json, markexpr, problems, table
 from fixtures.nodes import NODE_IDS
-from fixtures.training import framework
+from fixtures.training import framework, loading, seeding
 
 CHECKS = Path(__file__).parents[1] / "precision_tests"
 
@@ -42,6 +44,7 @@ PATCHED: tuple[Any, ...] = (
     checkpoint,
     framework,
 )
+PATCHED += (DistributedSampler, loading, worker, nn.init, seeding)
 
 all_faults = pytest.mark.parametrize("name", FAULTS)
 
