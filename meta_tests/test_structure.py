@@ -163,6 +163,14 @@ class TestNodes:
     def test_each_has_at_least_three_faults(self, node: str) -> None:
         assert Counter(fault.node for fault in FAULTS.values())[node] >= 3
 
+    def test_each_has_a_page_of_theory(self, node: str) -> None:
+        assert len((ROOT / "docs" / "theory" / f"{node}.md").read_text().split()) > 100
+
+
+def test_every_node_has_a_module_of_checks() -> None:
+    modules = {path.stem for path in (ROOT / "precision_tests").glob("test_*.py")}
+    assert {f"test_{node}" for node in NODE_IDS} <= modules
+
 
 def test_every_fault_names_a_node_and_says_what_it_is() -> None:
     for name, fault in FAULTS.items():

@@ -3,7 +3,7 @@
 What goes wrong: the tanh form is taken for the erf form (3e-4 apart on average, more than any fp32
 error and less than a bf16 one); intermediates are rounded to 16 bit; the gradient belongs to the
 other form. There is no relative bound: 1 + erf cancels in the negative tail. The bound is
-absolute, |err| <= c u32 |x| with c derived in docs/theory/bounds.md, plus one rounding of the
+absolute, |err| <= c u32 |x| with c derived in docs/theory/gelu.md, plus one rounding of the
 result; 16-bit inputs are swept exhaustively.
 
 Truth: float64 with a stated error, rounded once to fp32, by 50 digits of mpmath where float64
