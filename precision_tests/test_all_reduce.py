@@ -43,6 +43,7 @@ from fixtures.numerics import bounds, references
 from fixtures.numerics.bounds import Bound
 from fixtures.numerics.formats import BF16, FORMATS, FP16, FP32, Format, from_bits, round_to
 from fixtures.training import flow
+from fixtures.training.integers import integer_layers, integer_rows
 
 WORLD_SIZES = (2, 3, 4)
 LARGEST = max(WORLD_SIZES)
@@ -137,10 +138,10 @@ def gather(rank: Rank, values: list[Tensor]) -> Tensor:
 
 
 def clip(rank: Rank, wrapper: str, *, broken: bool = False) -> float | str:
-    """The norm that clipping found, of a model with ``clipped_model``'s weights on every rank and
-    this rank's rows of ``clipped_rows``; or the error it raised, for an inf in the last rank's."""
-    model = WRAPPERS[wrapper](clipped_model().to(rank.device), rank)
-    rows = clipped_rows()[rank.index :: rank.world_size].to(rank.device)
+    """The norm that clipping found, of a model with ``integer_layers``' weights on every rank and
+    this rank's share of 12 rows; or the error it raised, for an inf in the last rank's."""
+    model = WRAPPERS[wrapper](integer_layers().to(rank.device), rank)
+    rows = integer_rows(12, 12)[rank.index :: rank.world_size].to(rank.device)
     if broken and rank.index == rank.world_size - 1:
         rows = rows * math.inf
     model(rows).sum().backward()
@@ -173,21 +174,6 @@ WRAPPERS: dict[str, Callable[[nn.Module, Rank], nn.Module]] = {
     "fsdp1-method": _fsdp1,
     "fsdp1-utils": _fsdp1,
 }
-
-
-def clipped_model() -> nn.Sequential:
-    """Two linear layers of odd widths with integer weights: fp32 gradients are exact."""
-    model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            numbers = torch.arange(parameter.numel(), dtype=torch.float32)
-            parameter.copy_((numbers % 7 - 3).reshape(parameter.shape))
-    return model
-
-
-def clipped_rows() -> Tensor:
-    """12 rows of multiples of 12, so that a mean over 2, 3 or 4 ranks is exact too."""
-    return 12 * (torch.arange(12 * 7, dtype=torch.float32) % 11 - 5).reshape(12, 7)
 
 
 # --- promise: bound -----------------------------------------------------------------------------
@@ -351,8 +337,8 @@ class TestOp:
         self, check: Check, ranks: RunRanks, world_size: int, implementation: str
     ) -> None:
         """The norm is that of the mean over ranks of their rows' gradients, as in one process."""
-        model = clipped_model()
-        model(clipped_rows()).sum().backward()
+        model = integer_layers()
+        model(integer_rows(12, 12)).sum().backward()
         gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
         want = (gradient.double() / world_size).norm().reshape(1)  # the gradient is exact
         norms = ranks(clip, world_size, implementation)

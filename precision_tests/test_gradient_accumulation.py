@@ -42,6 +42,7 @@ from fixtures.golden import Golden, LoadTruth, Truth
 from fixtures.numerics import accumulation_bounds, bounds, references
 from fixtures.numerics.formats import BF16, FORMATS, FP16, FP32, FP64, Format, round_to
 from fixtures.training import flow, framework, philox
+from fixtures.training.integers import integer_layers, integer_rows
 
 # Valid targets of each micro-batch, by window; every window is one step.
 SPLITS = {
@@ -290,29 +291,14 @@ class TestOp:
 # --- promise: flow ------------------------------------------------------------------------------
 
 
-def integer_layer() -> nn.Sequential:
-    """Odd widths and integer weights: its fp32 gradients are exact."""
-    model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            numbers = torch.arange(parameter.numel(), dtype=torch.float32)
-            parameter.copy_((numbers % 7 - 3).reshape(parameter.shape))
-    return model
-
-
-def integer_rows() -> Tensor:
-    """24 rows of multiples of 4, so that a mean over ranks is exact too."""
-    return 4 * (torch.arange(24 * 7, dtype=torch.float32) % 11 - 5).reshape(24, 7)
-
-
 def hold_back(rank: Rank, wrapper: str) -> dict[str, Tensor]:
     """Gradients of three micro-batches of which only the last one synchronises the ranks."""
-    model: nn.Module = integer_layer().to(rank.device)
+    model: nn.Module = integer_layers().to(rank.device)
     if wrapper == "ddp":
         model = DistributedDataParallel(model)
     else:
         model = sharding.shard(model, blocks=list(model.children()), rank=rank)
-    parts = integer_rows().to(rank.device)[rank.index :: rank.world_size].chunk(3)
+    parts = integer_rows(24, 4).to(rank.device)[rank.index :: rank.world_size].chunk(3)
     for number, part in enumerate(parts):
         last = number == len(parts) - 1
         if wrapper == "fully_shard":
@@ -349,8 +335,8 @@ class TestFlow:
         self, check: Check, ranks: RunRanks, world_size: int, implementation: str
     ) -> None:
         """Held back but for the last micro-batch, the ranks have the gradient of all rows."""
-        model = integer_layer()
-        (model(integer_rows()).sum() / world_size).backward()
+        model = integer_layers()
+        (model(integer_rows(24, 4)).sum() / world_size).backward()
         want = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         for rank, got in enumerate(ranks(hold_back, world_size, implementation)):
             for name, gradient in want.items():
