@@ -32,7 +32,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fixtures import compiling
-from fixtures.check import Check, at
+from fixtures.check import Check, inputs_at
 from fixtures.devices import Device
 from fixtures.distributed.ranks import RunRanks
 from fixtures.distributed.sharded_loss import parallel_log_softmax, sharded_mean
@@ -163,7 +163,7 @@ class TestBound:
         targets = torch.tensor([target % len(row)])
         loss, gradient = run(eager, logits, targets, fmt, device)
         want = cross_entropy_bounds.loss_of(logits, targets)
-        here = at(depth=1, logits=logits, target=targets)
+        here = inputs_at(depth=1, logits=logits, target=targets)
         limit = cross_entropy_bounds.loss_bound(logits, targets, fmt)
         check.within(loss, want, limit, name="loss", where=here)
         limit = cross_entropy_bounds.gradient_bound(logits, targets, torch.ones(1), fmt)
@@ -213,7 +213,9 @@ class TestOp:
             limit = cross_entropy_bounds.loss_bound(logits, targets, fmt, kept)
             limit += bounds.stored_reference(want)
             measured = partial(
-                check.within, inputs=case.digest, where=at(depth=1, logits=logits, target=targets)
+                check.within,
+                inputs=case.digest,
+                where=inputs_at(depth=1, logits=logits, target=targets),
             )
             measured(loss, want, limit, name=f"v{vocabulary}-loss")
             want = case.values[f"gradient/{vocabulary}"]

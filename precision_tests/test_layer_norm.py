@@ -31,7 +31,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fixtures import compiling
-from fixtures.check import Check, at
+from fixtures.check import Check, inputs_at
 from fixtures.devices import Device
 from fixtures.distributed.ranks import RunRanks
 from fixtures.golden import Golden, LoadTruth, Truth
@@ -185,7 +185,7 @@ class TestBound:
         got = gradients_of(eager, rows, fmt, device, eps=eps)
         want = layer_norm_bounds.forward(x, weight, bias, eps)
         limit = layer_norm_bounds.forward_bound(x, weight, bias, eps, fmt)
-        check.within(got["y"], want, limit, name="y", where=at(depth=1, x=x))
+        check.within(got["y"], want, limit, name="y", where=inputs_at(depth=1, x=x))
         wants = layer_norm_bounds.gradients(x, weight, rows["dy"], eps)
         limits = layer_norm_bounds.gradient_bounds(x, weight, rows["dy"], eps, fmt, fmt)
         for name, value in wants.items():

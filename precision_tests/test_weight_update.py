@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedules
 
-from fixtures.check import Check, at
+from fixtures.check import Check, inputs_at
 from fixtures.devices import Device
 from fixtures.distributed.ranks import Rank, RunRanks
 from fixtures.golden import Golden, LoadTruth, Truth
@@ -125,7 +125,7 @@ class TestBound:
         at = arithmetic(fmt, implementation)
         want = bounded(KINDS[kind], parameter, gradients, at)[-1]["parameter"]
         got = optimizer.param_groups[0]["params"][0]
-        where = at(parameter=parameter, gradient=gradients[-1])
+        where = inputs_at(parameter=parameter, gradient=gradients[-1])
         check.within(got, want.value, want.bound(kind), where=where)
 
 
@@ -170,7 +170,7 @@ class TestOp:
                         bound,
                         name=f"step{number}-{part.replace('_', '-')}",
                         inputs=case.digest,
-                        where=at(parameter=start, gradient=gradient),
+                        where=inputs_at(parameter=start, gradient=gradient),
                         not_repeatable=READS_BEYOND if stray and fmt is not FP32 else "",
                     )
 
