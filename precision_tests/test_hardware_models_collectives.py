@@ -77,7 +77,9 @@ def rings_of(world_size: int) -> list[tuple[int, ...]]:
 
 
 def schedules(world_size: int, count: int, itemsize: int) -> Iterator[tuple[str, list[Segment]]]:
-    version = torch.cuda.nccl.version()[:2]
+    found = torch.cuda.nccl.version()[:2]
+    ruled = any(rules.first <= found <= rules.last for rules in nccl.TABLE)
+    version = found if ruled else nccl.TABLE[-1].last
     for ring in rings_of(world_size):
         chain = [Segment(0, count, collectives.chain(ring))]
         yield f"tree, chain {ring}", chain
