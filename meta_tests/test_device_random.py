@@ -325,5 +325,6 @@ def test_dropout_of_all_or_nothing_draws_nothing() -> None:
     assert not device_random.dropout_mask(5, 1.0, **DRAWN).any()
 
 
-def test_the_installed_torch_has_rules() -> None:
-    assert torch_rules.rules_of() in torch_rules.TABLE
+@pytest.mark.parametrize("minor", range(5, 15))
+def test_every_release_from_2_5_to_2_14_has_rules(minor: int) -> None:
+    assert torch_rules.rules_of(f"2.{minor}.1+cu130") in torch_rules.TABLE

@@ -26,7 +26,8 @@ from fixtures.devices import Device
 from fixtures.hardware_models import device_integers, device_random
 from fixtures.hardware_models.grids import GRIDS, Grid, grid_of_device
 from fixtures.hardware_models.offsets import offset_after
-from fixtures.hardware_models.published import PUBLISHED, Published
+from fixtures.hardware_models.published import PUBLISHED, RULES, Published
+from fixtures.hardware_models.torch_rules import rules_of
 from fixtures.numerics import device_random_bounds as bounds
 from fixtures.numerics.formats import BF16, FP16, FP32, FP64, Format
 
@@ -58,8 +59,8 @@ class TestModel:
         count = 2**20
         draws = [
             [
-                device_random.uniform(count, seed=SEED, gpu=gpu),
-                device_random.dropout_mask(count, 0.1, seed=SEED, gpu=gpu),
+                device_random.uniform(count, seed=SEED, gpu=gpu, torch_version=RULES),
+                device_random.dropout_mask(count, 0.1, seed=SEED, gpu=gpu, torch_version=RULES),
             ]
             for gpu in ("A100", other)
         ]
@@ -71,6 +72,10 @@ class TestModel:
 
 @pytest.fixture
 def grid(device: Device) -> Grid:
+    try:
+        rules_of()
+    except ValueError as unknown:
+        pytest.skip(str(unknown))
     return grid_of_device(device.torch)
 
 
