@@ -122,10 +122,11 @@ class TestKernels:
     @sizes
     def test_bernoulli_of_a_tensor_is_the_same_on_every_gpu(self, size: int) -> None:
         """kernelPointwiseApply2: four neighbours a thread, as many threads as that takes."""
-        p = torch.rand(size, generator=torch.Generator().manual_seed(0))
         threads = -(-size // 4)
         words = [next(curand4(SEED, thread, OFFSET)) for thread in range(threads)]
         uniforms = [u for four in words for u in to_uniform(four)][:size]
+        p = torch.rand(size, generator=torch.Generator().manual_seed(0))
+        p[::3] = torch.tensor(uniforms[::3])  # u <= p where they are equal
         got = device_random.bernoulli(size, p, dtype=torch.bool, **DRAWN)
         assert got.tolist() == [u <= limit for u, limit in zip(uniforms, p.tolist(), strict=True)]
         other = device_random.bernoulli(
@@ -274,6 +275,23 @@ def test_normal_is_as_accurate_as_its_bound_says() -> None:
     want = torch.tensor([float(z) for z in grid_stride_kernel(2000, SMALL, SEED, OFFSET, exact)])
     ratio = ((values.double() - want.double()).abs() / bound).max()
     assert 0 < ratio <= 1
+
+
+def test_logf_is_within_the_ulp_that_cuda_documents() -> None:
+    """CUDA C++ Programming Guide: logf errs by at most 1 ulp."""
+    u = np.concatenate([np.linspace(2.0**-33, 1, 60_000), 2.0 ** -np.linspace(0, 33, 40_000)])
+    u = u.astype(np.float32)
+    got, want = curand._logf(u), np.log(u.astype(np.float64))
+    ulps = np.abs(got - want) / np.spacing(np.abs(want).astype(np.float32))
+    assert 0 < ulps.max() <= 1
+
+
+def test_exponential_of_one_is_not_zero() -> None:
+    """Words whose u is 1, 1 - 2^-24, 2^-33, 1/2: TransformationHelper.h lifts the first two."""
+    words = tuple(np.array([w], dtype=np.uint64) for w in (2**32 - 1, 2**32 - 256, 0, 2**31 - 1))
+    first, second, third, fourth = (float(x[0]) for x in curand.exponential(words))
+    assert (first, second) == (2.0**-24, 2.0**-24)
+    assert (third, fourth) == (float(np.float32(33) * np.float32(curand.LN2)), curand.LN2)
 
 
 def test_exactly_fused_where_two_roundings_would_err() -> None:
