@@ -92,17 +92,17 @@ class TestMatrixUnits:
 def blocks_of(unit: MatrixUnit) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(R, L), (R, L), (R,): drawn ones, and last the one that loses most.
 
-    That is an addend of 1, and products just below what the alignment keeps: of two factors just
+    That is an addend of 2^8, and products just below what the alignment keeps: of two factors just
     below 2, just below 4.
     """
     octaves = min(8, -unit.inputs.emin // 2)
     a, b = (spread((100, unit.block), unit.inputs, seed, octaves) for seed in (3, 4))
     c = spread((100,), FP32, 5, octaves)
     nearly_two = 2.0 - 2.0 ** (1 - unit.inputs.precision)
-    below = unit.fraction_bits + 2
+    below = unit.fraction_bits + 2 - 8
     factors = (nearly_two * 2.0 ** -(below // 2), nearly_two * 2.0 ** -(below - below // 2))
     left, right = (torch.full((1, unit.block), x).to(a.dtype) for x in factors)
-    addends = torch.cat([c, torch.ones(1)]).to(unit.output_dtype)
+    addends = torch.cat([c, torch.tensor([2.0**8])]).to(unit.output_dtype)
     return torch.cat([a, left]), torch.cat([b, right]), addends
 
 
