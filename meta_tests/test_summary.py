@@ -51,26 +51,6 @@ def test_a_clean_run_is_its_matrix_its_record_and_its_verdict() -> None:
     )
 
 
-def test_modules_beside_the_nodes_stand_below_the_matrix() -> None:
-    model = judged(node="hardware_models", promise="", margin=0.0, bound="exact")
-    assert section(judged(), model) == text(
-        """
-        node  bound  op        flow
-        ----  -----  --------  ----
-        gelu  -      PASS 0.5  -
-
-        beside the nodes  checks
-        ----------------  ----------
-        hardware_models   PASS exact
-        (verdict, then worst observed error / bound)
-
-        record: reports/runs/now
-        verdict: every verified case holds (exit code 0)
-        """
-    )
-    assert section(model).startswith("beside the nodes  checks\n")
-
-
 def test_drift_says_what_moved_by_how_much_and_which_fields_changed() -> None:
     detail = "inside its bound, bits moved by up to 3 ulp"
     old = {"cpu": {**ENVIRONMENT["cpu"], "torch": "2.13.0", "mkl": "2024.2"}}
