@@ -17,7 +17,7 @@ from fixtures.hardware_models.matrix_units import matmul
 from fixtures.hardware_models.units import GPUS, MatrixUnit
 from fixtures.numerics.bounds import Bound
 from fixtures.numerics.formats import BF16
-from precision_tests.test_hardware_models import UNITS, blocks_of, spread
+from precision_tests.test_hardware_models_matrix_units import UNITS, blocks_of, spread
 
 A100 = GPUS["A100"].units["bf16"]
 

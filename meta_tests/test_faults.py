@@ -27,7 +27,7 @@ from fixtures.distributed.pool import RankPool
 from fixtures.distributed.ranks import Rank
 from fixtures.faults import FAULTS, inject
 from fixtures.faults.detection import Detection, Seen, as_json, markexpr, problems, table
-from fixtures.nodes import NODE_IDS
+from fixtures.nodes import AREA_IDS, NODE_IDS
 from fixtures.training import framework, loading, seeding
 
 CHECKS = Path(__file__).parents[1] / "precision_tests"
@@ -66,8 +66,8 @@ def test_names_are_unique_and_every_module_is_in_the_catalogue() -> None:
 
 @all_faults
 def test_belongs_to_a_node_that_has_checks(name: str) -> None:
-    assert FAULTS[name].node in NODE_IDS
-    assert (CHECKS / f"test_{FAULTS[name].node}.py").exists()
+    assert FAULTS[name].node in NODE_IDS + AREA_IDS
+    assert list(CHECKS.glob(f"test_{FAULTS[name].node}*.py"))
     assert FAULTS[name].what
 
 

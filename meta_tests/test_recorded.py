@@ -12,7 +12,7 @@ import torch
 from fixtures.hardware_models.recorded import RecordedError, by_hand, read
 from meta_tests.running import Repository, copy_repository
 
-MODULE = "precision_tests/test_hardware_models.py"
+MODULE = "precision_tests/test_hardware_models_matrix_units.py"
 
 
 def words(*values: float) -> Any:
@@ -95,13 +95,13 @@ def test_results_by_hand_cover_three_generations() -> None:
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Repository:
-    return copy_repository(tmp_path_factory.mktemp("models"), "hardware_models")
+    return copy_repository(tmp_path_factory.mktemp("models"), "hardware_models_matrix_units")
 
 
 def test_a_run_without_a_file_holds_the_models_to_what_is_known(repository: Repository) -> None:
     ended = repository.run("-m", "models", "--record=plain")
     assert ended.code == 0, ended.text
-    assert "hardware_models   PASS 0." in ended.text
+    assert "hardware_models   matrix_units  PASS 0." in ended.text
     listed = repository.run("--collect-only", "-q", MODULE).text
     assert "test_results_are_those_known[hand-A100-bf16]" in listed
     assert "file-" not in listed
@@ -115,7 +115,10 @@ def test_a_run_with_a_file_passes_or_names_the_result(repository: Repository) ->
     bad = save(repository.root, arrays(d_fp32=words(8.0)))
     ended = repository.run("-k", "known", f"--hardware-vectors={bad}", "--record=bad")
     assert ended.code == 1
-    assert "hardware_models results-are-those-known-file-H100-bf16-float32 [cpu]" in ended.text
+    assert (
+        "hardware_models matrix_units results-are-those-known-file-H100-bf16-float32 [cpu]"
+        in ended.text
+    )
     assert "got 7 (0x1.c000000000000p+2, bits 0x40e00000), wanted 8" in ended.text
     assert f"--hardware-vectors={bad.resolve()}" in ended.text
 
@@ -129,4 +132,4 @@ def test_a_run_with_a_bad_file_ends_before_it_starts(repository: Repository) -> 
 def test_a_gpu_that_is_not_there_is_unverified(repository: Repository) -> None:
     ended = repository.run("-m", "h100", MODULE, "--record=h100")
     assert ended.code == 22
-    assert "no h100 device is visible (visible: cpu): hardware_models (" in ended.text
+    assert "no h100 device is visible (visible: cpu): hardware_models matrix_units (" in ended.text

@@ -25,7 +25,7 @@ from fixtures.hardware_models.revealing import (
 )
 from fixtures.hardware_models.units import GPUS, INPUT_DTYPES
 from fixtures.record import Case
-from precision_tests import test_hardware_models as checks
+from precision_tests import test_hardware_models_matrix_units as checks
 
 
 def sum_along(tree: Tree, x: torch.Tensor) -> torch.Tensor:
@@ -132,7 +132,9 @@ class TestOnADevice:
     device = Device("h100", "cuda", ("cuda", "hopper", "h100"))
 
     def check(self) -> Check:
-        return Check(Case("hardware_models", "", "pretended", "h100"), {"torch": "2.13.0"})
+        return Check(
+            Case("hardware_models", "matrix_units", "pretended", "h100"), {"torch": "2.13.0"}
+        )
 
     def pretend(self, monkeypatch: pytest.MonkeyPatch, gpu: str, **arguments: Any) -> None:
         def on_device(a: torch.Tensor, b: torch.Tensor, device: Device) -> torch.Tensor:
@@ -184,7 +186,7 @@ class TestOnADevice:
         checks.TestMatrixUnitOfDevice().test_how_fp32_reaches_the_tf32_unit(
             check, self.device, checks.TF32
         )
-        observed = check.cases["hardware_models/pretended-way/h100"].observed["value"]
+        observed = check.cases["hardware_models/matrix_units/pretended-way/h100"].observed["value"]
         assert bytes(observed.bits.tolist()).decode() == '["round"]'
 
     def test_candidates_differ_from_each_other(self) -> None:

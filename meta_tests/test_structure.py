@@ -15,7 +15,7 @@ import pytest
 
 from fixtures.faults import FAULTS
 from fixtures.golden import GoldenStore
-from fixtures.nodes import NODE_IDS
+from fixtures.nodes import AREA_IDS, NODE_IDS
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("precision_tests", "fixtures", "meta_tests", "reports")
@@ -181,7 +181,7 @@ def test_every_node_has_a_module_of_checks() -> None:
 
 def test_every_fault_names_a_node_and_says_what_it_is() -> None:
     for name, fault in FAULTS.items():
-        assert (name, fault.node in NODE_IDS) == (fault.name, True)
+        assert (name, fault.node in NODE_IDS + AREA_IDS) == (fault.name, True)
         assert len(fault.what.split()) > 3
 
 

@@ -12,8 +12,18 @@ import pytest
 
 from fixtures import verdict
 from fixtures.nodes import NODE_IDS
+from fixtures.options import place_of
 from fixtures.record import Case, Record, observe
-from fixtures.verdict import Judgement, Verdict, cell, exit_code, judge, judge_record, matrix
+from fixtures.verdict import (
+    Judgement,
+    Verdict,
+    areas,
+    cell,
+    exit_code,
+    judge,
+    judge_record,
+    matrix,
+)
 
 
 def case_of(*bits: int, **changes: object) -> Case:
@@ -297,3 +307,26 @@ class TestMatrix:
             "gelu": {"bound": "-", "op": "PASS 0.5", "flow": "-"},
             "weight_update": {"bound": "-", "op": "-", "flow": "PASS 0.5"},
         }
+
+    def test_what_lies_beyond_the_nodes_has_a_table_of_its_own(self) -> None:
+        found = [
+            Judgement(case_of(node="end_to_end", promise="sharding"), Verdict.PASS),
+            Judgement(case_of(node="gelu", promise="op"), Verdict.PASS),
+        ]
+        assert list(matrix(found)) == ["gelu"]
+        assert areas(found) == {("end_to_end", "sharding"): "PASS 0.5"}
+
+
+@pytest.mark.parametrize(
+    ("module", "class_name", "place"),
+    [
+        ("test_gelu", "TestOp", ("gelu", "op")),
+        ("test_gelu", "TestElse", ("gelu", "")),
+        ("test_end_to_end", "TestOp", ("end_to_end", "whole")),
+        ("test_end_to_end_sharding", "", ("end_to_end", "sharding")),
+    ],
+)
+def test_a_check_stands_where_its_module_and_class_say(
+    module: str, class_name: str, place: tuple[str, str]
+) -> None:
+    assert place_of(module, class_name) == place

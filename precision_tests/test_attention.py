@@ -31,7 +31,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fixtures.attending import ATTENTION, RUNNABLE, attend, magnitudes, only, project
+from fixtures.attending import (
+    ATTENTION,
+    RUNNABLE,
+    attend,
+    magnitudes,
+    only,
+    project,
+    row_beside,
+)
 from fixtures.check import Check
 from fixtures.devices import Device
 from fixtures.distributed.ranks import RunRanks
@@ -180,7 +188,8 @@ class TestBound:
         found = reference_of(inputs, kind, fmt, implementation, device.type)
         got = attend(inputs, kind == "causal", fmt, device, implementation)
         for name in ATTENTION:
-            check.within(got[name], found.values[name], found.bounds[name], name=name)
+            where = row_beside(name, inputs)
+            check.within(got[name], found.values[name], found.bounds[name], name=name, where=where)
 
     @settings(max_examples=20)
     @given(
@@ -260,7 +269,8 @@ class TestOp:
         for name in ATTENTION:
             want = case.values[name]
             bound = limits[name] + stored_reference(want)
-            check.within(got[name], want, bound, name=name, inputs=case.digest)
+            where = row_beside(name, inputs)
+            check.within(got[name], want, bound, name=name, inputs=case.digest, where=where)
 
     @backends
     @formats

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fixtures import compiling
-from fixtures.check import Check
+from fixtures.check import Check, inputs_at
 from fixtures.devices import Device
 from fixtures.distributed.ranks import RunRanks
 from fixtures.distributed.sharded_loss import parallel_log_softmax, sharded_mean
@@ -162,10 +163,12 @@ class TestBound:
         targets = torch.tensor([target % len(row)])
         loss, gradient = run(eager, logits, targets, fmt, device)
         want = cross_entropy_bounds.loss_of(logits, targets)
-        check.within(loss, want, cross_entropy_bounds.loss_bound(logits, targets, fmt), name="loss")
+        here = inputs_at(depth=1, logits=logits, target=targets)
+        limit = cross_entropy_bounds.loss_bound(logits, targets, fmt)
+        check.within(loss, want, limit, name="loss", where=here)
         limit = cross_entropy_bounds.gradient_bound(logits, targets, torch.ones(1), fmt)
         want = cross_entropy_bounds.gradient_of(logits, targets)
-        check.within(gradient, want, limit, name="gradient")
+        check.within(gradient, want, limit, name="gradient", where=here)
 
     @pytest.mark.parametrize("size", RANGES)
     @all_formats
@@ -209,12 +212,17 @@ class TestOp:
             kept = kept_in(fmt, device, implementation)
             limit = cross_entropy_bounds.loss_bound(logits, targets, fmt, kept)
             limit += bounds.stored_reference(want)
-            check.within(loss, want, limit, name=f"v{vocabulary}-loss", inputs=case.digest)
+            measured = partial(
+                check.within,
+                inputs=case.digest,
+                where=inputs_at(depth=1, logits=logits, target=targets),
+            )
+            measured(loss, want, limit, name=f"v{vocabulary}-loss")
             want = case.values[f"gradient/{vocabulary}"]
             limit = cross_entropy_bounds.gradient_bound(
                 logits, targets, torch.ones(ROWS), fmt, kept
             ) + bounds.stored_reference(want)
-            check.within(gradient, want, limit, name=f"v{vocabulary}-gradient", inputs=case.digest)
+            measured(gradient, want, limit, name=f"v{vocabulary}-gradient")
 
     @pytest.mark.parametrize("vocabulary", [128, 32000, 131072])
     @all_formats

@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedules
 
-from fixtures.check import Check
+from fixtures.check import Check, inputs_at
 from fixtures.devices import Device
 from fixtures.distributed.ranks import Rank, RunRanks
 from fixtures.golden import Golden, LoadTruth, Truth
@@ -125,7 +125,8 @@ class TestBound:
         at = arithmetic(fmt, implementation)
         want = bounded(KINDS[kind], parameter, gradients, at)[-1]["parameter"]
         got = optimizer.param_groups[0]["params"][0]
-        check.within(got, want.value, want.bound(kind))
+        where = inputs_at(parameter=parameter, gradient=gradients[-1])
+        check.within(got, want.value, want.bound(kind), where=where)
 
 
 # --- promise: op --------------------------------------------------------------------------------
@@ -147,8 +148,7 @@ class TestOp:
         implementation: str,
         sizes: str,
     ) -> None:
-        """As tensors of one optimizer, after the first and the last step; short ones fill no
-        vector."""
+        """As tensors of one optimizer, after the first and last step; short ones fill no vector."""
         case = truth(fmt.name)
         shapes = [size for size in SIZES if (size < 8) == (sizes == "short")]
         rows = slice(0, sum(shapes)) if sizes == "short" else slice(-sum(shapes), None)
@@ -163,14 +163,14 @@ class TestOp:
                 for part, got in parts_of(optimizer).items():
                     want = case.values[f"{kind}/{number}/{part}"][rows]
                     bound = limits[number - 1][part].bound(kind) + bounds.stored_reference(want)
-                    name = f"step{number}-{part.replace('_', '-')}"
                     stray = (kind, implementation, sizes) == ("nesterov", "fused", "long")
                     check.within(
                         got,
                         want,
                         bound,
-                        name=name,
+                        name=f"step{number}-{part.replace('_', '-')}",
                         inputs=case.digest,
+                        where=inputs_at(parameter=start, gradient=gradient),
                         not_repeatable=READS_BEYOND if stray and fmt is not FP32 else "",
                     )
 
