@@ -1,7 +1,7 @@
 """Hardware models: do they compute what the hardware computes?
 
 On the CPU (mark ``models``) the model of the matrix units is held to results worked out by hand,
-to those recorded on hardware (``--hardware-vectors FILE``), and to its own a-priori bounds. On a
+to those recorded on hardware (``--hardware-vectors=FILE``), and to its own a-priori bounds. On a
 GPU the device's matrix unit is held to the model, bit for bit: for one block, where no choice of a
 kernel has a say, and for long sums, where the order that the kernel adds in is found by probing.
 
