@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,7 +24,8 @@ from fixtures.hardware_models.revealing import (
     reveal,
     text_of,
 )
-from fixtures.hardware_models.units import GPUS, INPUT_DTYPES
+from fixtures.hardware_models.units import GPUS, INPUT_DTYPES, MatrixUnit
+from fixtures.numerics.formats import BF16, TF32, Format
 from fixtures.record import Case
 from precision_tests import test_hardware_models_matrix_units as checks
 
@@ -136,58 +138,70 @@ class TestOnADevice:
             Case("hardware_models", "matrix_units", "pretended", "h100"), {"torch": "2.13.0"}
         )
 
-    def pretend(self, monkeypatch: pytest.MonkeyPatch, gpu: str, **arguments: Any) -> None:
+    def pretend(
+        self, monkeypatch: pytest.MonkeyPatch, gpu: str | MatrixUnit, **arguments: Any
+    ) -> None:
         def on_device(a: torch.Tensor, b: torch.Tensor, device: Device) -> torch.Tensor:
             return matmul(a, b, gpu=gpu, **arguments)
 
         monkeypatch.setattr(checks, "on_device", on_device)
 
+    def hold(self, check: Check, fmt: Format, k: int | str = 256) -> None:
+        tests = checks.TestMatrixUnitOfDevice()
+        tests.test_sums_are_those_of_the_model(check, self.device, fmt, k)
+
     @pytest.mark.parametrize("fmt", checks.PROBED, ids=lambda fmt: fmt.name)
-    def test_passes_a_unit_like_the_model(self, monkeypatch: Any, fmt: Any) -> None:
+    @pytest.mark.parametrize("k", ["one-block", 256])
+    def test_passes_a_unit_like_the_model(
+        self, monkeypatch: pytest.MonkeyPatch, fmt: Format, k: int | str
+    ) -> None:
         self.pretend(monkeypatch, "H100")
         check = self.check()
-        tests = checks.TestMatrixUnitOfDevice()
-        tests.test_one_block_is_that_of_the_model(check, self.device, fmt)
-        tests.test_long_sums_are_those_of_the_model_in_the_order_found(check, self.device, fmt, 256)
+        self.hold(check, fmt, k)
         assert {case.outcome for case in check.cases.values()} == {"inside"}
 
-    def test_fails_another_unit(self, monkeypatch: Any) -> None:
+    @pytest.mark.parametrize("k", ["one-block", 256])
+    def test_fails_another_unit(self, monkeypatch: pytest.MonkeyPatch, k: int | str) -> None:
         self.pretend(monkeypatch, "A100")
         with pytest.raises(AssertionError, match="elements differ"):
-            checks.TestMatrixUnitOfDevice().test_one_block_is_that_of_the_model(
-                self.check(), self.device, checks.BF16
-            )
+            self.hold(self.check(), BF16, k)
 
-    def test_finds_the_order_of_a_split_kernel_and_records_it(self, monkeypatch: Any) -> None:
+    def test_finds_the_order_of_a_split_kernel_and_records_it(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         self.pretend(monkeypatch, "H100", accumulation=SplitK(4))
         check = self.check()
-        checks.TestMatrixUnitOfDevice().test_long_sums_are_those_of_the_model_in_the_order_found(
-            check, self.device, checks.BF16, 256
-        )
-        recorded = {name.split("-")[-1].split("/")[0]: c for name, c in check.cases.items()}
-        order = bytes(recorded["order"].observed["value"].bits.tolist()).decode()
-        tree = bytes(recorded["tree"].observed["value"].bits.tolist()).decode()
-        assert "SplitK(partitions=4" in order
-        assert tree.count("(") > 16
+        self.hold(check, BF16)
+        assert "SplitK(partitions=4" in self.recorded(check, "order")
+        assert self.recorded(check, "tree").count("(") > 16
+        assert self.recorded(check, "block") == "16"
 
-    def test_leaves_an_unknown_order_unverified(self, monkeypatch: Any) -> None:
+    def test_finds_half_blocks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        half = replace(GPUS["H100"].units["bf16"], block=8)
+        self.pretend(monkeypatch, half)
+        check = self.check()
+        self.hold(check, BF16, "one-block")
+        assert self.recorded(check, "block") == "8"
+
+    def test_leaves_an_unknown_order_unverified(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def backwards(a: torch.Tensor, b: torch.Tensor, device: Device) -> torch.Tensor:
             return matmul(a.flip(-1), b.flip(0), gpu="H100", accumulation=SplitK(3))
 
         monkeypatch.setattr(checks, "on_device", backwards)
         with pytest.raises(pytest.skip.Exception, match="the record holds its tree"):
-            checks.TestMatrixUnitOfDevice().test_long_sums_are_those_of_the_model_in_the_order_found(
-                self.check(), self.device, checks.BF16, 256
-            )
+            self.hold(self.check(), BF16)
 
-    def test_says_how_fp32_reaches_the_unit(self, monkeypatch: Any) -> None:
+    def recorded(self, check: Check, name: str) -> str:
+        (case,) = (c for c in check.cases.values() if c.name == f"pretended-{name}")
+        return bytes(case.observed["value"].bits.tolist()).decode()
+
+    def test_says_how_fp32_reaches_the_unit(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pretend(monkeypatch, "H100", tf32_input="round")
         check = self.check()
         checks.TestMatrixUnitOfDevice().test_how_fp32_reaches_the_tf32_unit(
-            check, self.device, checks.TF32
+            check, self.device, TF32
         )
-        observed = check.cases["hardware_models/matrix_units/pretended-way/h100"].observed["value"]
-        assert bytes(observed.bits.tolist()).decode() == '["round"]'
+        assert self.recorded(check, "way") == '["round"]'
 
     def test_candidates_differ_from_each_other(self) -> None:
         unit = GPUS["H100"].units["bf16"]
