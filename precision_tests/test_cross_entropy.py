@@ -269,21 +269,21 @@ class TestOp:
         check.within(leaf.grad, want, limit, name="gradient")
 
     @pytest.mark.parametrize("smoothing", [0.1, 1.0])
-    @only_fp32
+    @all_formats
     def test_label_smoothing(
         self, check: Check, device: Device, fmt: Format, smoothing: float
     ) -> None:
-        logits, targets = logits_of(257, 12)
-        got = eager(
-            logits.to(device.torch, fmt.dtype),
-            targets.to(device.torch),
-            reduction="none",
-            label_smoothing=smoothing,
-        )
+        (logits, targets), kept = logits_of(257, 12), kept_in(fmt, device)
+        operation = partial(eager, label_smoothing=smoothing)
+        loss, gradient = run(operation, logits, targets, fmt, device)
         own = cross_entropy_bounds.loss_of(logits, targets) * (1.0 - smoothing)
         want = own - cross_entropy_bounds.log_p_of(logits).mean(-1) * smoothing
-        limit = cross_entropy_bounds.smoothed_bound(logits, targets, smoothing, fmt)
-        check.within(got, want, limit)
+        limit = cross_entropy_bounds.smoothed_bound(logits, targets, smoothing, fmt, kept)
+        check.within(loss, want, limit, name="loss")
+        want, limit = cross_entropy_bounds.smoothed_gradient_bound(
+            logits, targets, smoothing, fmt, kept
+        )
+        check.within(gradient, want, limit, name="gradient")
 
     @all_formats
     def test_mean_of_many_rows(self, check: Check, device: Device, fmt: Format) -> None:
