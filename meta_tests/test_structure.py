@@ -94,11 +94,7 @@ class TestImports:
 
     @pytest.mark.parametrize(
         "module",
-        [
-            m
-            for p in ("numerics", "training", "distributed", "hardware_models")
-            for m in within(f"fixtures.{p}")
-        ],
+        [m for p in ("numerics", "training", "distributed") for m in within(f"fixtures.{p}")],
     )
     def test_what_ranks_and_users_load_holds_no_pytest(self, module: str) -> None:
         assert loaded_by(module).isdisjoint({"pytest", "_pytest"})
