@@ -170,7 +170,7 @@ class TestPrediction:
 
     def test_a_wider_product_ends_otherwise_on_another_unit(self) -> None:
         runs = prediction.machines("A100", "H100")
-        wide = replace(SMALL, width=128, length=4)
+        wide = replace(SMALL, width=128)
         base, other = (prediction.train(runs[name], 1, wide) for name in ("none", "matrix_units"))
         assert prediction.drift(base, other).gradient > 0
 
