@@ -39,7 +39,7 @@ faults: $(NEED)  ## the detection score; FULL=1 runs every node under every faul
 
 predict: $(NEED)  ## make predict FROM=A100 TO=H100: what a change of GPU will change, and why
 	@test -n "$(FROM)" -a -n "$(TO)" || { echo 'usage: make predict FROM=A100 TO=H100'; exit 4; }
-	$(RUN) -m fixtures.hardware_models $(FROM) $(TO)
+	$(RUN) -m fixtures.prediction $(FROM) $(TO)
 
 bench: $(NEED)  ## speed, as ratios within one run
 	$(RUN) -m fixtures.bench

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from fixtures.hardware_models import device_random as draws
-from fixtures.hardware_models import prediction
 from fixtures.hardware_models.device_integers import randperm
 from fixtures.hardware_models.epilogue import Epilogue
 from fixtures.hardware_models.grids import GRIDS
@@ -20,6 +19,7 @@ from fixtures.hardware_models.modes import Stream, device_random, matrix_units
 from fixtures.hardware_models.offsets import offset_after
 from fixtures.numerics.attention_bounds import attention
 from fixtures.numerics.formats import BF16
+from fixtures.prediction import runs as prediction
 from fixtures.training import philox
 from fixtures.training.step import Config
 
@@ -146,10 +146,10 @@ SMALL = replace(prediction.CONFIG, width=32, mlp_width=64, heads=2)
 
 class TestPrediction:
     def test_each_machine_changes_one_mechanism(self) -> None:
-        runs = prediction.machines("A100", "H100")
-        assert list(runs) == ["none", *prediction.MECHANISMS, "all"]
+        machines = prediction.machines("A100", "H100")
+        assert list(machines) == ["none", *prediction.MECHANISMS, "all"]
         for name in prediction.MECHANISMS:
-            changed = [m for m in prediction.MECHANISMS if getattr(runs[name], m) == "H100"]
+            changed = [m for m in prediction.MECHANISMS if getattr(machines[name], m) == "H100"]
             assert changed == [name]
 
     @pytest.mark.parametrize("gpu", ["K80", "H100 PCIe"])
@@ -159,19 +159,21 @@ class TestPrediction:
 
     def test_what_a_small_model_does_not_see_leaves_equal_bits(self) -> None:
         """Its tensors fit one launch; the order of a large data set and sums over ranks differ."""
-        runs = prediction.machines("A100", "H100")
-        base = prediction.train(runs["none"], 1, SMALL)
+        machines = prediction.machines("A100", "H100")
+        base = prediction.train(machines["none"], 1, SMALL)
         seen = {
-            name: prediction.drift(base, prediction.train(runs[name], 1, SMALL))
+            name: prediction.drift(base, prediction.train(machines[name], 1, SMALL))
             for name in prediction.MECHANISMS
         }
         assert seen["initial_weights"] == seen["dropout_masks"] == prediction.Drift(0, 0, 0, 0)
         assert seen["data_order"].gradient > 10 * seen["collectives"].gradient > 0
 
     def test_a_wider_product_ends_otherwise_on_another_unit(self) -> None:
-        runs = prediction.machines("A100", "H100")
+        machines = prediction.machines("A100", "H100")
         wide = replace(SMALL, width=128)
-        base, other = (prediction.train(runs[name], 1, wide) for name in ("none", "matrix_units"))
+        base, other = (
+            prediction.train(machines[name], 1, wide) for name in ("none", "matrix_units")
+        )
         assert prediction.drift(base, other).gradient > 0
 
     def test_drift_is_the_divergence_of_the_predictions(self) -> None:
