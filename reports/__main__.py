@@ -52,7 +52,7 @@ def exit_code(folder: Path) -> int:
 def compare_records(baseline: Record, observed: Record) -> int:
     """Prints what moved between two records; the exit code of the verdicts."""
     judgements = verdict.judge_record(observed, baseline)
-    for line in summary.matrix_lines(verdict.matrix(judgements)):
+    for line in summary.tables(judgements):
         print(line)
     for line in summary.environment_changes(baseline.environment, observed.environment):
         print(line)
