@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import adam as optim_adam
@@ -45,7 +46,7 @@ PATCHED: tuple[Any, ...] = (
     checkpoint,
     framework,
 )
-PATCHED += (DistributedSampler, loading, worker, nn.init, seeding, matrix_units)
+PATCHED += (DistributedSampler, loading, worker, nn.init, seeding, matrix_units, state_dict_loader)
 
 all_faults = pytest.mark.parametrize("name", FAULTS)
 
