@@ -48,7 +48,8 @@ every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=lambda p
 @pytest.fixture(scope="module")
 def run_of() -> GetRun:
     """Each policy is trained once for all checks of it."""
-    return cache(run)
+    made = cache(lambda name, device: run(POLICIES[name], device))
+    return lambda policy, device: made(policy.name, device)
 
 
 class TestTruth:
