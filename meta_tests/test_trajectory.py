@@ -92,7 +92,7 @@ def test_storage_noise_scales_with_the_format() -> None:
     moved = {}
     want = trajectory.reference().steps.losses[0]
     for name in ("fp32", "bf16_autocast"):
-        ops = trajectory_noise.rounding_ops(POLICIES[name], 1, "meta")
+        ops = trajectory_noise.rounding_ops(POLICIES[name].stored, 1, "meta")
         training = Training(build(trajectory.CONFIG, ops, CPU), ops, trajectory.CONFIG, CPU)
         moved[name] = abs(training.gradients(trajectory.batches()[0]).loss - float(want))
     assert 2.0**8 < moved["bf16_autocast"] / moved["fp32"] < 2.0**20
