@@ -121,6 +121,24 @@ class TestFailureText:
             "  beyond their bound: 2 of 3: head, bias\n" + FOOTER
         )
 
+    def test_a_hint_is_asked_for_after_a_failure_only(self, checking: Check) -> None:
+        def hold(error: float, name: str) -> None:
+            checking.within_figures(
+                {"a": error},
+                {"a": 1.0},
+                torch.zeros(1),
+                theorem="",
+                source="",
+                name=name,
+                hint=lambda: asked.append(name) or "gelu",  # type: ignore[func-returns-value]
+            )
+
+        asked: list[str] = []
+        hold(0.5, "inside")
+        with pytest.raises(BoundExceededError, match=r"\n  first outside: gelu\n"):
+            hold(2.0, "outside")
+        assert asked == ["outside"]
+
     def test_a_refusal_that_did_not_come(self, checking: Check) -> None:
         with pytest.raises(BoundExceededError, match=r"got 'no error'\n  wanted 'ValueError'"):
             checking.raises(ValueError, lambda: None)
