@@ -201,25 +201,23 @@ def other_each_time() -> UserModel:
 
 
 def sum_over_ranks() -> UserModel:
+    """Gradients multiplied by the number of ranks, of which fully_shard then takes the mean."""
+
     def wrap(model: nn.Module) -> None:
-        for block in model.blocks:
-            fully_shard(block)
+        ranks = torch.distributed.get_world_size()
+
+        def multiply(module: nn.Module, args: Any, logits: Tensor) -> None:
+            logits.register_hook(lambda gradient: gradient * ranks)
+
+        model.register_forward_hook(multiply)
         fully_shard(model)
-        for module in (*model.blocks, model):
-            _divide_by_one(module)
 
     return user(Model(), wrap=wrap)
 
 
-def _divide_by_one(module: Any) -> None:
-    name = "set_gradient_divide_factor"
-    old = "set_reduce_scatter_divide_factor"  # torch up to 2.7
-    getattr(module, name if hasattr(module, name) else old)(1.0)
-
-
 def detached_when_sharded() -> UserModel:
     def wrap(model: nn.Module) -> None:
-        model.blocks[0].register_forward_hook(lambda module, args, result: half_detached(result))
+        model.blocks[0].register_forward_hook(lambda m, args, result: half_detached(result))
         fully_shard(model)
 
     return user(Model(), wrap=wrap)

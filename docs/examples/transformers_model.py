@@ -1,7 +1,7 @@
 """A GPT-2 of transformers, small and randomly initialised: nothing is downloaded.
 
-    pip install transformers
-    pytest precision_tests/test_model.py --model docs.examples.transformers_model:factory
+pip install transformers
+pytest precision_tests/test_model.py --model docs.examples.transformers_model:factory
 """
 
 from __future__ import annotations
