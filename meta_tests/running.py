@@ -207,6 +207,7 @@ def _become(request: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(request["environ"])
     sys.path[0] = request["root"]
+    sys.path[1:1] = request["environ"].get("PYTHONPATH", "").split(os.pathsep)
     sys.argv = [request["module"], *request["arguments"]]
     runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
 

@@ -22,7 +22,6 @@ and batch: bitwise equal here).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import pytest
 import torch
@@ -31,56 +30,43 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fixtures.attending import ATTENTION, RUNNABLE, attend, magnitudes, only, project
+from fixtures import compiling
+from fixtures.attending import (
+    ATTENTION,
+    RUNNABLE,
+    SHAPES,
+    attend,
+    coarse,
+    eager,
+    inputs_of,
+    magnitudes,
+    only,
+    project,
+    projection_inputs,
+    projection_values,
+    row_beside,
+)
 from fixtures.check import Check
 from fixtures.devices import Device
 from fixtures.distributed.ranks import RunRanks
 from fixtures.golden import Golden, LoadTruth, Truth
 from fixtures.numerics import attention_bounds
-from fixtures.numerics.attention_bounds import Attention, attention, factors_rounded, product
+from fixtures.numerics.attention_bounds import (
+    Attention,
+    attention,
+    factors_rounded,
+    partial_sums_rounded,
+    product,
+)
 from fixtures.numerics.bounds import stored_reference
 from fixtures.numerics.formats import BF16, FP16, FP32, FP64, TF32, Format
 from fixtures.training import flow, philox
-
-# (B, H, L, S, K), what masks, and how much larger than 1 queries are: 32 makes shares one-hot.
-SHAPES: dict[str, tuple[tuple[int, int, int, int, int], str, float]] = {
-    "causal": ((1, 2, 17, 17, 16), "causal", 1.0),
-    "causal-k64": ((1, 1, 33, 33, 64), "causal", 1.0),
-    "rectangular": ((1, 1, 7, 9, 128), "none", 1.0),
-    "more-queries": ((1, 1, 31, 9, 32), "none", 1.0),
-    "padded": ((2, 1, 15, 31, 24), "padding", 1.0),
-    "biased": ((1, 1, 16, 16, 32), "bias", 1.0),
-    "large-scores": ((1, 1, 33, 33, 16), "causal", 32.0),
-    "one-key": ((1, 2, 3, 1, 16), "none", 1.0),
-    "long": ((1, 1, 3, 515, 16), "none", 1.0),
-}
 
 formats = pytest.mark.parametrize("fmt", [BF16, FP16, FP32, FP64], ids=lambda fmt: fmt.name)
 backends = pytest.mark.parametrize("implementation", RUNNABLE)
 
 
 # --- golden cases -------------------------------------------------------------------------------
-
-
-def coarse(stream: str, *shape: int, factor: float = 1.0) -> Tensor:
-    """Multiples of 2^-7 times the factor in its open interval: exact in every format."""
-    drawn = torch.from_numpy(philox.uniform(1618, stream, shape))
-    return ((drawn * 127).round() / 128 * factor).float()
-
-
-def inputs_of(shape: str) -> dict[str, Tensor]:
-    (B, H, L, S, K), kind, factor = SHAPES[shape]
-    sizes = {"q": (L, K), "k": (S, K), "v": (S, K), "dout": (L, K)}
-    inputs = {
-        n: coarse(f"{shape}/{n}", B, H, *size, factor=factor if n == "q" else 1.0)
-        for n, size in sizes.items()
-    }
-    if kind == "padding":  # keys of each row from a length of its own on
-        lengths = torch.arange(1, B + 1) * S // (B + 1)
-        inputs["allowed"] = (torch.arange(S) < lengths[:, None])[:, None, None].expand(B, 1, L, S)
-    if kind == "bias":
-        inputs["bias"] = coarse(f"{shape}/bias", L, S, factor=4.0)
-    return inputs
 
 
 def reference_of(
@@ -99,25 +85,6 @@ def attention_truth(shape: str) -> Truth:
     values = reference_of(inputs, SHAPES[shape][1], FP64).values
     stored = {name: t.contiguous() for name, t in inputs.items()}
     return Truth(stored, {name: value.float() for name, value in values.items()})
-
-
-def projection_inputs(
-    stream: str, rows: int, inner: int, outer: int, fine: bool
-) -> dict[str, Tensor]:
-    """Of y = x W^T + b: coarse numbers, or fine ones, which need all digits of fp32."""
-    sizes = {"x": (rows, inner), "w": (outer, inner), "b": (outer,), "dy": (rows, outer)}
-    return {
-        name: torch.from_numpy(philox.uniform(1618, f"{stream}/{name}", size)).float()
-        if fine
-        else coarse(f"{stream}/{name}", *size)
-        for name, size in sizes.items()
-    }
-
-
-def projection_values(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """In float64; exact of coarse numbers."""
-    x, w, b, dy = (inputs[name].double() for name in ("x", "w", "b", "dy"))
-    return {"out": x @ w.mT + b, "dx": dy @ w, "dw": dy.mT @ x, "db": dy.sum(0)}
 
 
 def projection_truth(fine: bool) -> Truth:
@@ -180,7 +147,8 @@ class TestBound:
         found = reference_of(inputs, kind, fmt, implementation, device.type)
         got = attend(inputs, kind == "causal", fmt, device, implementation)
         for name in ATTENTION:
-            check.within(got[name], found.values[name], found.bounds[name], name=name)
+            where = row_beside(name, inputs)
+            check.within(got[name], found.values[name], found.bounds[name], name=name, where=where)
 
     @settings(max_examples=20)
     @given(
@@ -241,6 +209,37 @@ class TestOp:
             bound += factors_rounded(size, terms, {"high": TF32, "medium": BF16}[switch])
         check.within(got, want, bound + stored_reference(want), inputs=case.digest)
 
+    @pytest.mark.parametrize("state", [True, False], ids=["on", "off"])
+    @pytest.mark.parametrize(
+        ("fmt", "switch"),
+        [
+            (BF16, "allow_bf16_reduced_precision_reduction"),
+            (FP16, "allow_fp16_reduced_precision_reduction"),
+            (FP16, "allow_fp16_accumulation"),
+        ],
+        ids=lambda value: getattr(value, "name", value),
+    )
+    def test_reduction_switch(
+        self, check: Check, device: Device, fmt: Format, switch: str, state: bool
+    ) -> None:
+        """On, a GPU may keep partial sums in 16 bit; off, none. 2048 features: enough to split."""
+        settings_of = torch.backends.cuda.matmul
+        inputs = projection_inputs("switch", 9, 2048, 11, fine=False)
+        try:
+            before = getattr(settings_of, switch)
+        except AttributeError:
+            pytest.skip(f"torch {torch.__version__} has no {switch}")
+        try:
+            setattr(settings_of, switch, state)
+            got = project(inputs, fmt, device, "contiguous")["out"]
+        finally:
+            setattr(settings_of, switch, before)
+        want, (size, terms) = projection_values(inputs)["out"], magnitudes(inputs)["out"]
+        bound = product(want, size, terms, fmt)
+        if state and device.type == "cuda":
+            bound += partial_sums_rounded(size, terms, fmt)
+        check.within(got, want, bound)
+
     @backends
     @formats
     @pytest.mark.parametrize("shape", SHAPES)
@@ -260,7 +259,8 @@ class TestOp:
         for name in ATTENTION:
             want = case.values[name]
             bound = limits[name] + stored_reference(want)
-            check.within(got[name], want, bound, name=name, inputs=case.digest)
+            where = row_beside(name, inputs)
+            check.within(got[name], want, bound, name=name, inputs=case.digest, where=where)
 
     @backends
     @formats
@@ -328,11 +328,22 @@ class TestOp:
         q = coarse("gqa/q", 1, 4, 9, 16)
         k, v = coarse("gqa/k", 1, 2, 9, 16), coarse("gqa/v", 1, 2, 9, 16)
         repeated = {"q": q, "k": k.repeat_interleave(2, 1), "v": v.repeat_interleave(2, 1)}
-        found = reference_of({**repeated, "dout": q}, "none", fmt)
-        q, k, v = (t.to(device.torch, fmt.dtype) for t in (q, k, v))
-        with only(implementation):
-            out = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-        check.within(out.cpu(), found.values["out"], found.bounds["out"])
+        whole = reference_of({**repeated, "dout": q}, "none", fmt, implementation, device.type)
+        found = attention_bounds.grouped(whole, 2, fmt)
+        got = attend({"q": q, "k": k, "v": v, "dout": q}, False, fmt, device, implementation)
+        for name in ATTENTION:
+            check.within(got[name], found.values[name], found.bounds[name], name=name)
+
+    @pytest.mark.compiled
+    @pytest.mark.parametrize("fmt", [BF16, FP32], ids=lambda fmt: fmt.name)
+    def test_compiled(self, check: Check, truth: LoadTruth, device: Device, fmt: Format) -> None:
+        """The compiler may take another kernel, or write one."""
+        case, operation = truth("causal"), compiling.compiled(eager)
+        got = attend(case.inputs, True, fmt, device, RUNNABLE[-1], operation)
+        limits = reference_of(dict(case.inputs), "causal", fmt, "flash", device.type).bounds
+        for name in ATTENTION:
+            bound = limits[name] + stored_reference(case.values[name])
+            check.within(got[name], case.values[name], bound, name=name, inputs=case.digest)
 
     @backends
     @formats

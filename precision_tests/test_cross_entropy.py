@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fixtures import compiling
-from fixtures.check import Check
+from fixtures.check import Check, inputs_at
 from fixtures.devices import Device
 from fixtures.distributed.ranks import RunRanks
 from fixtures.distributed.sharded_loss import parallel_log_softmax, sharded_mean
@@ -162,10 +163,12 @@ class TestBound:
         targets = torch.tensor([target % len(row)])
         loss, gradient = run(eager, logits, targets, fmt, device)
         want = cross_entropy_bounds.loss_of(logits, targets)
-        check.within(loss, want, cross_entropy_bounds.loss_bound(logits, targets, fmt), name="loss")
+        here = inputs_at(depth=1, logits=logits, target=targets)
+        limit = cross_entropy_bounds.loss_bound(logits, targets, fmt)
+        check.within(loss, want, limit, name="loss", where=here)
         limit = cross_entropy_bounds.gradient_bound(logits, targets, torch.ones(1), fmt)
         want = cross_entropy_bounds.gradient_of(logits, targets)
-        check.within(gradient, want, limit, name="gradient")
+        check.within(gradient, want, limit, name="gradient", where=here)
 
     @pytest.mark.parametrize("size", RANGES)
     @all_formats
@@ -209,12 +212,17 @@ class TestOp:
             kept = kept_in(fmt, device, implementation)
             limit = cross_entropy_bounds.loss_bound(logits, targets, fmt, kept)
             limit += bounds.stored_reference(want)
-            check.within(loss, want, limit, name=f"v{vocabulary}-loss", inputs=case.digest)
+            measured = partial(
+                check.within,
+                inputs=case.digest,
+                where=inputs_at(depth=1, logits=logits, target=targets),
+            )
+            measured(loss, want, limit, name=f"v{vocabulary}-loss")
             want = case.values[f"gradient/{vocabulary}"]
             limit = cross_entropy_bounds.gradient_bound(
                 logits, targets, torch.ones(ROWS), fmt, kept
             ) + bounds.stored_reference(want)
-            check.within(gradient, want, limit, name=f"v{vocabulary}-gradient", inputs=case.digest)
+            measured(gradient, want, limit, name=f"v{vocabulary}-gradient")
 
     @pytest.mark.parametrize("vocabulary", [128, 32000, 131072])
     @all_formats
@@ -261,21 +269,21 @@ class TestOp:
         check.within(leaf.grad, want, limit, name="gradient")
 
     @pytest.mark.parametrize("smoothing", [0.1, 1.0])
-    @only_fp32
+    @all_formats
     def test_label_smoothing(
         self, check: Check, device: Device, fmt: Format, smoothing: float
     ) -> None:
-        logits, targets = logits_of(257, 12)
-        got = eager(
-            logits.to(device.torch, fmt.dtype),
-            targets.to(device.torch),
-            reduction="none",
-            label_smoothing=smoothing,
-        )
+        (logits, targets), kept = logits_of(257, 12), kept_in(fmt, device)
+        operation = partial(eager, label_smoothing=smoothing)
+        loss, gradient = run(operation, logits, targets, fmt, device)
         own = cross_entropy_bounds.loss_of(logits, targets) * (1.0 - smoothing)
         want = own - cross_entropy_bounds.log_p_of(logits).mean(-1) * smoothing
-        limit = cross_entropy_bounds.smoothed_bound(logits, targets, smoothing, fmt)
-        check.within(got, want, limit)
+        limit = cross_entropy_bounds.smoothed_bound(logits, targets, smoothing, fmt, kept)
+        check.within(loss, want, limit, name="loss")
+        want, limit = cross_entropy_bounds.smoothed_gradient_bound(
+            logits, targets, smoothing, fmt, kept
+        )
+        check.within(gradient, want, limit, name="gradient")
 
     @all_formats
     def test_mean_of_many_rows(self, check: Check, device: Device, fmt: Format) -> None:

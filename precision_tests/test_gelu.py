@@ -25,7 +25,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fixtures import compiling
-from fixtures.check import Check
+from fixtures.check import Check, inputs_at
 from fixtures.devices import Device
 from fixtures.distributed.ranks import RunRanks
 from fixtures.golden import Golden, LoadTruth, Truth
@@ -181,7 +181,7 @@ class TestBound:
         x = x[x.abs() < DOUBLE_OVERFLOWS]  # beyond: TestOp
         want = torch.from_numpy(getattr(references, f"gelu_{form}")(x.double().numpy()))
         got = eager(x.to(device.torch), form)
-        check.within(got, want, bound_of(form, x, want, fmt, device))
+        check.within(got, want, bound_of(form, x, want, fmt, device), where=inputs_at(x=x))
 
     @replayed("gradient")
     @given(values=st.lists(finite_fp32 | near_zero, min_size=1, max_size=64))
@@ -193,7 +193,8 @@ class TestBound:
             x = x[x.abs() < SQUARE_OVERFLOWS]  # beyond: TestOp
         want = torch.from_numpy(getattr(references, f"gelu_{form}_gradient")(x.double().numpy()))
         got = gradient(eager, x.to(device.torch), form, 1.0)
-        check.within(got, want, gradient_bound_of(form, x, 1.0, want, fmt, device))
+        bound = gradient_bound_of(form, x, 1.0, want, fmt, device)
+        check.within(got, want, bound, where=inputs_at(x=x))
 
 
 # --- promise: op --------------------------------------------------------------------------------
@@ -228,7 +229,7 @@ class TestOp:
         huge = x.double().abs() >= DOUBLE_OVERFLOWS
         near, want_near = x[~huge], want[~huge]
         bound = bound_of(form, near, want_near, fmt, device) + bounds.stored_reference(want_near)
-        check.within(got[~huge], want_near, bound, inputs=case.digest)
+        check.within(got[~huge], want_near, bound, inputs=case.digest, where=inputs_at(x=near))
         if huge.any():  # fp16 has no such inputs
             want_huge = want[huge].to(fmt.dtype)
             check.exact(got[huge] + 0.0, want_huge + 0.0, name="huge", inputs=case.digest)
@@ -253,7 +254,7 @@ class TestOp:
         near, want_near = x[~huge], want[~huge]
         bound = gradient_bound_of(form, near, 1.0, want_near, fmt, device)
         bound += bounds.stored_reference(want_near)
-        check.within(got[~huge], want_near, bound, inputs=case.digest)
+        check.within(got[~huge], want_near, bound, inputs=case.digest, where=inputs_at(x=near))
         if huge.any():
             want_huge = want[huge].to(fmt.dtype)
             check.exact(got[huge] + 0.0, want_huge + 0.0, name="huge", inputs=case.digest)
@@ -272,7 +273,7 @@ class TestOp:
         got = gradient(eager, x.to(device.torch), form, dy)
         bound = gradient_bound_of(form, x, dy, want, fmt, device)
         bound += bounds.stored_reference(unscaled, scale=dy)
-        check.within(got, want, bound, inputs=case.digest)
+        check.within(got, want, bound, inputs=case.digest, where=inputs_at(x=x))
 
     @both_forms
     @all_formats

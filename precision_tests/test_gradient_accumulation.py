@@ -13,9 +13,12 @@ of 1.
 
 Truth: sums of products in exact rational arithmetic, rounded once to fp32.
 
-Claims of the ledger: 9 and 12 (not dividing stated to cost 0.0003 %: a mean of means costs 3 to
-160 %, a weighted one nothing), 101 (never bitwise the full batch, nor in another order: within
-gamma), 102 (bf16 accumulator -2.6 % at 1024 micro-batches; no valid target: the mean is NaN).
+Claims of the ledger: 9 and 12 (not dividing stated to cost 0.0003 %: a mean of means costs 3 to 160
+%, a weighted one nothing), 16 (shard_param_on_dim_0 is torch_xla's; FSDP1 splits one flat vector,
+fully_shard by rows), 17 (an all-gather in fp32: a copy, exact in each format; what is gathered has
+the policy's param_dtype), 18 (offload re-quantises: the fp32 master stays), 101 (never bitwise the
+full batch, nor in another order: within gamma), 102 (bf16 accumulator -2.6 % at 1024 micro-batches;
+no valid target: the mean is NaN).
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fixtures import compiling
-from fixtures.check import Check
+from fixtures.check import Check, inputs_at
 from fixtures.devices import Device
 from fixtures.distributed.ranks import RunRanks
 from fixtures.golden import Golden, LoadTruth, Truth
@@ -43,6 +43,7 @@ from fixtures.layer_norm import (
     in_float64,
     joined,
     kept_in,
+    place_in,
     rows_of,
 )
 from fixtures.numerics import bounds, layer_norm_bounds
@@ -184,7 +185,7 @@ class TestBound:
         got = gradients_of(eager, rows, fmt, device, eps=eps)
         want = layer_norm_bounds.forward(x, weight, bias, eps)
         limit = layer_norm_bounds.forward_bound(x, weight, bias, eps, fmt)
-        check.within(got["y"], want, limit, name="y")
+        check.within(got["y"], want, limit, name="y", where=inputs_at(depth=1, x=x))
         wants = layer_norm_bounds.gradients(x, weight, rows["dy"], eps)
         limits = layer_norm_bounds.gradient_bounds(x, weight, rows["dy"], eps, fmt, fmt)
         for name, value in wants.items():
@@ -271,6 +272,7 @@ class TestOp:
                 joined(wants[width][name] for width in widths),
                 concatenated(with_stored(limits[w][name], wants[w][name]) for w in widths),
                 name=name,
+                where=place_in(case, widths, name),
                 inputs=case.digest,
             )
 

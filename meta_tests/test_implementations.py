@@ -1,0 +1,130 @@
+"""A user's own kernel: what may be replaced, what is refused, and that a wrong one turns red."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fixtures.implementations import (
+    CALLS,
+    REPLACEABLE,
+    ImplementationError,
+    described,
+    parse,
+    replaced,
+)
+from fixtures.nodes import NODE_IDS
+from meta_tests.running import ROOT, copy_repository, read_json
+
+EXAMPLES = str(ROOT / "docs" / "examples")
+
+
+def run(tmp_path: Path, kernel: str, *arguments: str) -> Any:
+    repository = copy_repository(tmp_path, "gelu")
+    chosen = ("--implementation", f"gelu={kernel}", "--record=record")
+    return repository, repository.run(*chosen, *arguments, PYTHONPATH=EXAMPLES)
+
+
+def test_a_wrong_kernel_is_refused_with_its_worst_input(tmp_path: Path) -> None:
+    _, ended = run(tmp_path, "gelu_kernel:gelu_two_casts", "-k", "test_gradient and eager and erf")
+    assert ended.code == 1
+    assert "precision: gelu is gelu_kernel:gelu_two_casts in the place of torch's" in ended.text
+    assert "outside its bound by a factor of 80.18" in ended.text
+    assert "x[48832] = -0.75 (-0x1.8000000000000p-1, bits 0xbf40): got 0.0009765625" in ended.text
+    assert "--implementation=gelu=gelu_kernel:gelu_two_casts" in ended.text  # of the rerun
+
+
+def test_a_sound_kernel_passes_where_it_does_what_is_asked(tmp_path: Path) -> None:
+    """In ranks too; the rest is UNVERIFIED, and no known fault of torch is needed."""
+    chosen = ("-m", "not compiled", "-k", "test_forward or limit or fully_sharded")
+    repository, ended = run(tmp_path, "gelu_kernel:gelu", *chosen)
+    assert ended.code == 0
+    assert "known" not in ended.text.partition("REPAIRED")[0]
+    for reason in ("the tanh form", "float64"):
+        assert f"not implemented: {reason}" in ended.text
+    fields = read_json(repository.root / "record" / "cases.json")["environment"]["cpu"]
+    assert fields["implementation_gelu"].startswith("gelu_kernel:gelu ")
+
+
+def test_a_wrong_kernel_turns_red_in_ranks(tmp_path: Path) -> None:
+    (tmp_path / "wrong_kernel.py").write_text(
+        "def gelu(x, approximate='none'):\n    return x * (1.702 * x).sigmoid()\n"
+    )
+    repository = copy_repository(tmp_path, "gelu")
+    ended = repository.run(
+        *("--implementation", "gelu=wrong_kernel:gelu", "-k", "fully_sharded and w2 and bf16"),
+        PYTHONPATH=str(tmp_path),
+    )
+    assert (ended.code, "gelu flow fully-sharded-2" in ended.text) == (1, True)
+
+
+def test_a_kernel_that_no_check_calls_is_not_verified(tmp_path: Path) -> None:
+    _, ended = run(tmp_path, "gelu_kernel:gelu", "-k", "float64_is_nowhere or nan_in and tanh")
+    assert ended.code == 22
+    assert "no selected check called the one of gelu" in ended.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gelu"], "'gelu' is not of the form node=package.module:name"),
+        (["gelu=module.function"], "is not of the form"),
+        (["all_reduce=a:b"], "node 'all_reduce' takes no implementation; those that do: attention"),
+        (["gelu=a:b", "gelu=a:c"], "gelu is given twice: a:b and a:c"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(arguments: list[str], message: str) -> None:
+    with pytest.raises(ImplementationError, match=re.escape(message)):
+        parse(arguments)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "message"),
+    [
+        ("no_such_module:gelu", "No module named 'no_such_module'; is the folder"),
+        ("math:gelu", "math:gelu: module math has no gelu"),
+        ("math:pi", "math:pi is a float, which cannot be called"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(tmp_path: Path, kernel: str, message: str) -> None:
+    ended = copy_repository(tmp_path, "gelu").run("--implementation", f"gelu={kernel}")
+    assert (ended.code, message in ended.text) == (4, True)
+
+
+@pytest.mark.parametrize("node", REPLACEABLE)
+def test_what_is_replaced_exists_and_comes_back(node: str) -> None:
+    assert node in NODE_IDS
+    module, name = REPLACEABLE[node]
+    original = getattr(importlib.import_module(module), name)
+    with replaced(node, lambda *_: 17):
+        assert getattr(importlib.import_module(module), name)() == 17
+    assert getattr(importlib.import_module(module), name) is original
+
+
+def test_a_kernel_may_call_what_it_replaces_and_is_counted() -> None:
+    before = CALLS["gelu"]
+    with replaced("gelu", lambda x: F.gelu(x) + 1):
+        assert F.gelu(torch.zeros(())) == 1
+    assert CALLS["gelu"] == before + 1
+
+
+def test_a_class_stands_for_a_class_and_is_counted() -> None:
+    class Own(torch.optim.AdamW):
+        pass
+
+    before = CALLS["weight_update"]
+    with replaced("weight_update", Own):
+        assert isinstance(torch.optim.AdamW([torch.zeros(1)]), Own)
+    assert CALLS["weight_update"] == before + 1
+
+
+def test_the_environment_names_the_kernel_and_its_file() -> None:
+    field = described({"gelu": "os:getcwd"})["implementation_gelu"]
+    assert field.startswith("os:getcwd ")
+    assert len(field.split()[1]) == 12
