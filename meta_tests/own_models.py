@@ -75,6 +75,24 @@ def half_detached(x: Tensor) -> Tensor:
     return 0.5 * x + 0.5 * x.detach()
 
 
+class ForgetfulSGD(torch.optim.SGD):
+    """Loads no momentum."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict({**state_dict, "state": {}})
+
+
+class SixteenBitSGD(torch.optim.SGD):
+    """Updates rounded to bf16."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                update = self.param_groups[0]["lr"] * parameter.grad
+                parameter.sub_(update.bfloat16().to(parameter.dtype))
+
+
 # --- the model ----------------------------------------------------------------------------------
 
 
@@ -193,6 +211,14 @@ def detached() -> UserModel:
 
 def uncounted_targets() -> UserModel:
     return user(Model(), valid=None)
+
+
+def forgets_momentum() -> UserModel:
+    return user(Model(), optimizer=functools.partial(ForgetfulSGD, lr=0.1, momentum=0.9))
+
+
+def sixteen_bit_update() -> UserModel:
+    return user(Model(), optimizer=functools.partial(SixteenBitSGD, lr=0.1))
 
 
 def other_each_time() -> UserModel:

@@ -42,6 +42,8 @@ DEFECTS = (
     ("unseeded", "repeats and fp32 and not ranks", "got 'output of blocks.0.down'"),
     ("always_drops", "eval_draws", "got 4"),
     ("uncounted_targets", "add_up", "say so with UserModel.valid"),
+    ("forgets_momentum", "saved_and", "state-after"),
+    ("sixteen_bit_update", "update", "flow of the update in fp32"),
     ("other_each_time", "factory_repeats", "breaks an exact invariant"),
     ("sum_over_ranks", "w2-fully_shard", "first to leave its bound, in the order of the step: gra"),
     ("detached_when_sharded", "w2-fully_shard", "gradient of embedding.weight"),

@@ -211,12 +211,16 @@ def test_compiled_step_is_that_of_float64(
     check: Check, user: UserModel, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch.compile of the model, with eager's random numbers."""
+    import torch._dynamo.utils
     import torch._inductor.config
 
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     monkeypatch.setattr(torch._inductor.config, "fallback_random", True)
     step = run_step(user, torch.compile(fresh(user, device.torch)), watch=False)  # type: ignore[arg-type]
     torch.set_flush_denormal(False)  # fixtures/compiling.py says why
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    check.exact(graphs > 0, True, name="was-compiled")  # at all: graphs may break
     got = Step(step.loss, user_ranks.clean(step.gradients))
     truth = truth_of(user, device.torch)
     want = Step(truth.step.loss, truth.step.gradients)
