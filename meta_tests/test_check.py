@@ -135,7 +135,7 @@ class TestFailureText:
 
         asked: list[str] = []
         hold(0.5, "inside")
-        with pytest.raises(BoundExceededError, match=r"\n  first outside: gelu\n"):
+        with pytest.raises(BoundExceededError, match=r"\n  gelu\n"):
             hold(2.0, "outside")
         assert asked == ["outside"]
 

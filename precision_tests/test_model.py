@@ -1,0 +1,232 @@
+"""A model of one's own, in one process: ``pytest --model package.module:factory``.
+
+The step of the model is held to the same step in float64, made on the spot: the loss, the output
+of each module and the gradient of each parameter, within the flow bound of its own operations.
+What must not change the step at all (a second run, activation checkpointing, saving and loading)
+is exact. Theory, assumptions and the factory's contract: docs/your_model.md.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fixtures.check import Check
+from fixtures.devices import Device
+from fixtures.numerics.formats import BF16, FP16, FP32, FP64, Format
+from fixtures.training import user_checks, user_model, user_ranks
+from fixtures.training.user_model import DRAWS_IN_EVAL, STOPS_GRADIENTS, UserModel
+from fixtures.training.user_step import (
+    Step,
+    Tensors,
+    Truth,
+    errors,
+    fresh,
+    record,
+    run_step,
+    truth_of,
+)
+
+formats = pytest.mark.parametrize("fmt", [FP32, BF16, FP16], ids=lambda fmt: fmt.name)
+SOURCE = "docs/your_model.md; Hsu, Kakade, Zhang 2012"
+
+
+def autocast_of(fmt: Format) -> torch.dtype | None:
+    return None if fmt is FP32 else fmt.dtype
+
+
+def flat(tensors: Tensors) -> Tensor:
+    return torch.cat([tensor.detach().double().cpu().flatten() for tensor in tensors.values()])
+
+
+def first_difference(a: Step, b: Step) -> str:
+    """The first module, in the order of the forward pass, or else gradient that differs."""
+    one, other = a.quantities(), b.quantities()
+    if one.keys() != other.keys():
+        return f"only one has {sorted(one.keys() ^ other.keys())[0]}"
+    same = (name for name in one if not torch.equal(one[name].cpu(), other[name].cpu()))
+    return next(same, "none")
+
+
+def hold(check: Check, got: Step, want: Step, limits: dict[str, float], theorem: str) -> None:
+    """Holds outputs, loss and gradients to the bound; names the first that leaves it."""
+    found, wanted = got.quantities(), want.quantities()
+    off = errors(found, wanted)
+    known = {name: limits.get(name, 0.0) for name in off}
+    beyond = [name for name in off if not off[name] <= known[name]]
+
+    def hint() -> str:
+        return f"first to leave its bound, in the order of the step: {beyond[0]}"
+
+    check.within_figures(off, known, flat(found), theorem=theorem, source=SOURCE, hint=hint)
+
+
+def scaled_step(user: UserModel, device: torch.device, dtype: torch.dtype) -> Step:
+    """fp16's step under the largest loss scale that no gradient overflows with."""
+    for exponent in range(16, -1, -1):
+        step = run_step(user, fresh(user, device), autocast=dtype, scale=2.0**exponent)
+        if all(bool(g.isfinite().all()) for g in step.gradients.values()):
+            break
+    return step
+
+
+# --- the step against float64 -------------------------------------------------------------------
+
+
+@formats
+def test_step_is_that_of_float64(
+    check: Check, user: UserModel, device: Device, fmt: Format
+) -> None:
+    """Loss, module outputs, gradients; in 16 bits under autocast."""
+    autocast = autocast_of(fmt)
+    if fmt is FP16:
+        got = scaled_step(user, device.torch, fmt.dtype)
+    else:
+        got = run_step(user, fresh(user, device.torch), autocast=autocast)
+    truth = truth_of(user, device.torch)
+    want = truth.of(record(user, device.torch, autocast))
+    hold(check, got, want, truth.limits(fmt), f"flow of the model in {fmt.name}")
+
+
+def test_gradients_are_derivatives(check: Check, user: UserModel, device: Device) -> None:
+    """autograd against difference quotients of the loss, both in float64."""
+    if STOPS_GRADIENTS in user.deliberate:
+        pytest.skip(f"the model says of itself that it {STOPS_GRADIENTS}")
+    found, limits = user_checks.derivatives(user, device.torch)
+    check.within_figures(
+        found,
+        limits,
+        torch.tensor(0.0),
+        theorem="difference quotient",
+        source="fixtures/numerics/derivative_bounds.py",
+        hint=lambda: (
+            "the backward pass does not match the forward pass: a wrong backward formula, a "
+            "detached branch, a recomputation with other random numbers"
+        ),
+    )
+
+
+def test_update_is_that_of_float64(check: Check, user: UserModel, device: Device) -> None:
+    """Two steps of the optimizer with the gradients of the step, fp32 against float64."""
+    model = fresh(user, device.torch)
+    gradients = run_step(user, model, watch=False).gradients
+    got = user_checks.updated(user, fresh(user, device.torch), gradients)
+    want, limits = user_checks.update_truth(truth_of(user, device.torch), gradients)
+    check.within_figures(
+        errors(got, want), limits, flat(got), theorem="flow of the update in fp32", source=SOURCE
+    )
+
+
+def test_micro_batches_add_up(check: Check, user: UserModel, device: Device) -> None:
+    """Weighted by their targets, to the batch that they make up: float64, dropout off."""
+    if len(user.batches) == 1:
+        pytest.skip("there is one batch: nothing adds up")
+    try:
+        one, weights = user_checks.whole_batch(user)
+    except ValueError as error:
+        pytest.skip(f"the batches cannot be joined into one: {error}")
+    parts = Truth(user, device.torch, weights, train=False)
+    whole = Truth(one, device.torch, {0: 1.0}, train=False)
+    if parts.recorded.draws:
+        pytest.skip("the model draws random numbers in eval mode")
+    # Other outputs: the whole batch's are larger.
+    got, want = (Step(t.step.loss, t.step.gradients) for t in (parts, whole))
+    both = (parts.limits(FP64), whole.limits(FP64))
+    limits = {name: both[0][name] + both[1][name] for name in want.quantities()}
+    note = "weights are the rows of each batch; if the loss is a mean over something else, such "
+    note += "as the targets that are not padding, say so with UserModel.valid"
+    off = errors(got.quantities(), want.quantities())
+    check.within_figures(
+        off,
+        {name: limits.get(name, 0.0) for name in off},
+        flat(got.quantities()),
+        theorem="flow of both in fp64",
+        source=SOURCE,
+        hint=None if user.valid else lambda: note,
+    )
+
+
+# --- what must change nothing -------------------------------------------------------------------
+
+
+def test_factory_repeats(
+    check: Check, user: UserModel, device: Device, pytestconfig: pytest.Config
+) -> None:
+    """Each rank calls it: it must make the same parameters and batches."""
+    again = user_model.load(pytestconfig.option.model)
+    check.exact(user_model.digest(again), user_model.digest(user))
+
+
+@formats
+def test_step_repeats(check: Check, user: UserModel, device: Device, fmt: Format) -> None:
+    """Two runs with the same seeds, bit by bit."""
+    first, second = (
+        run_step(user, fresh(user, device.torch), autocast=autocast_of(fmt)) for _ in range(2)
+    )
+    check.exact(first_difference(second, first), "none", name="first-difference")
+
+
+def test_eval_draws_nothing(check: Check, user: UserModel, device: Device) -> None:
+    if DRAWS_IN_EVAL in user.deliberate:
+        pytest.skip(f"the model says of itself that it {DRAWS_IN_EVAL}")
+    recorded = record(user, device.torch, train=False)
+    check.exact(len(recorded.draws), 0, name="random-operations")
+
+
+@formats
+def test_checkpointing_changes_no_gradient(
+    check: Check, user: UserModel, device: Device, fmt: Format
+) -> None:
+    """Each block recomputed in backward, dropout on: equal bits."""
+    if not user_model.blocks(user.model):
+        pytest.skip("the model has no blocks that could be recomputed")
+    models = (fresh(user, device.torch), user_ranks.checkpointed(fresh(user, device.torch)))
+    without, with_ = (
+        run_step(user, model, autocast=autocast_of(fmt), watch=False) for model in models
+    )
+    check.exact(first_difference(with_, without), "none", name="first-difference")
+
+
+def test_saved_and_loaded_it_goes_on_as_before(
+    check: Check, user: UserModel, device: Device, tmp_path: Path
+) -> None:
+    """Through torch.distributed.checkpoint, between the first and the second step."""
+    model = fresh(user, device.torch)
+    optimizer = user.new_optimizer(model)
+    user_ranks.train(user, model, optimizer)
+    user_ranks.save(model, optimizer, tmp_path / "saved")
+    loaded = fresh(user, device.torch)
+    with torch.no_grad():
+        for parameter in loaded.parameters():
+            parameter.zero_()
+    other = user.new_optimizer(loaded)
+    user_ranks.load(loaded, other, tmp_path / "saved")
+    went_on = user_ranks.train(user, model, optimizer), user_ranks.train(user, loaded, other)
+    check.exact(first_difference(went_on[1], went_on[0]), "none", name="first-difference")
+    states = [user_ranks.whole_state(m, o) for m, o in ((model, optimizer), (loaded, other))]
+    check.exact(sorted(states[0].keys() - states[1].keys()), [], name="lost")
+    check.exact(flat({n: states[1][n] for n in states[0]}), flat(states[0]), name="state-after")
+
+
+@pytest.mark.compiled
+def test_compiled_step_is_that_of_float64(
+    check: Check, user: UserModel, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch.compile of the model, with eager's random numbers."""
+    import torch._dynamo.utils
+    import torch._inductor.config
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    monkeypatch.setattr(torch._inductor.config, "fallback_random", True)
+    step = run_step(user, torch.compile(fresh(user, device.torch)), watch=False)  # type: ignore[arg-type]
+    torch.set_flush_denormal(False)  # fixtures/compiling.py says why
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    check.exact(graphs > 0, True, name="was-compiled")  # at all: graphs may break
+    got = Step(step.loss, user_ranks.clean(step.gradients))
+    truth = truth_of(user, device.torch)
+    want = Step(truth.step.loss, truth.step.gradients)
+    hold(check, got, want, truth.limits(FP32), "flow of the model in fp32")
