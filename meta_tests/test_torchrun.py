@@ -12,7 +12,7 @@ import pytest
 
 from meta_tests.running import Repository, copy_repository, environment, read_json
 
-ENDED_WITHIN_S = 60.0
+ENDED_WITHIN_S = 120.0
 LAST_RANK_SKIPS = "reduce_rank_skipped"
 RANKS = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
 
@@ -157,8 +157,38 @@ def test_a_killed_rank_0_ends_the_others(repository: Repository) -> None:
     assert "rank       : 0 (local_rank: 0)\n  exitcode   : -9" in text.replace("  :", "   :")
 
 
+def test_a_rank_that_hangs_ends_the_run_with_its_name(repository: Repository) -> None:
+    repository.edit("fixtures/distributed/torchrun.py", "MARGIN_S = 10.0", "MARGIN_S = 1.0")
+    repository.write_checks(
+        """
+        def hang_in_one(rank):
+            if rank.index == 1:
+                signal.pause()
+            dist.barrier()
+
+        class TestOp:
+            def test_hangs(self, check, ranks):
+                ranks(hang_in_one, 2)
+
+            def test_later(self, check):
+                check.exact(1, 1)
+        """
+    )
+    options = ("--record=record", "--rank-timeout=2")
+    [(code, text)] = ended(agent(repository, "--nproc-per-node=2", "-m", "pytest", *options))
+    assert code == 1
+    assert "gave no answer within 2 s in precision_tests.test_weight_update:hang_in_one" in text
+    assert "Interrupted: rank 1 (host " in text
+    assert "then rank 0 raised RuntimeError: " in text
+    assert verdict_of(repository) == (2, {"hangs-call-error": "REGRESSION"})
+
+
 def test_checks_of_a_node_pass_on_two_static_agents(tmp_path: Path, port: int) -> None:
+    """One of which says that it is on another host: then that is part of the environment."""
     repository = copy_repository(tmp_path, "all_reduce")
+    told = "(launch.rank, platform.node(), os.getpid())"
+    other = "(launch.rank, 'another', os.getpid())"
+    repository.edit("fixtures/distributed/meeting.py", told, other)
     meeting = ("--nnodes=2", "--master-addr=localhost", f"--master-port={port}")
     options = ("-m", "pytest", "-ktest_data_parallel and w2", "--record=record")
     (code, text), (other, silent) = ended(
@@ -169,6 +199,7 @@ def test_checks_of_a_node_pass_on_two_static_agents(tmp_path: Path, port: int) -
     assert "PASS" not in silent
     code, cases = verdict_of(repository)
     assert (code, set(cases.values())) == (0, {"PASS"})
+    assert read_json(repository.root / "record" / "cases.json")["environment"]["cpu"]["hosts"] == 2
 
 
 def test_a_fault_is_in_every_rank(tmp_path: Path) -> None:
