@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fixtures import fresh_process
+from fixtures import fresh_process, stash
 from fixtures.check import Check
 from fixtures.devices import Device
 from fixtures.golden import LoadTruth
@@ -104,7 +104,7 @@ class TestCompiled:
                 CONFIG,
                 device.torch,
                 environ={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / cache)},
-                fault=pytestconfig.option.inject,
+                alteration=pytestconfig.stash[stash.ALTERATION],
             )
 
         both = [started("one"), started("other")]
@@ -158,7 +158,7 @@ class TestCompiled:
             compiled_step.step_on_cpu,
             *(ODD, policy, batches, parameters, device.torch),
             environ={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
-            fault=pytestconfig.option.inject,
+            alteration=pytestconfig.stash[stash.ALTERATION],
         )
         exact = run_step(POLICIES["fp64"], ODD, batches, cpu, parameters)
         want = {
