@@ -14,7 +14,7 @@ venv = $(VENVS)/$(subst ==,-,$(1))
 RUN  = $(if $(USE),$(USE),$(call venv,$(TORCH))/bin/python)
 NEED = $(if $(USE),,$(call venv,$(TORCH))/ready)
 
-.PHONY: gate test upgrade golden faults bench clean honest
+.PHONY: gate test upgrade golden faults bench predict clean honest
 
 gate: honest $(NEED)  ## check the torch that is installed; prints the matrix, writes a record
 	$(RUN) -m pytest -n $(WORKERS)
@@ -36,6 +36,10 @@ golden: $(NEED)  ## make all golden truth anew and compare it byte by byte
 
 faults: $(NEED)  ## the detection score; FULL=1 runs every node under every fault
 	$(RUN) -m fixtures.faults $(if $(FULL),--full)
+
+predict: $(NEED)  ## make predict FROM=A100 TO=H100: what a change of GPU will change, and why
+	@test -n "$(FROM)" -a -n "$(TO)" || { echo 'usage: make predict FROM=A100 TO=H100'; exit 4; }
+	$(RUN) -m fixtures.prediction $(FROM) $(TO)
 
 bench: $(NEED)  ## speed, as ratios within one run
 	$(RUN) -m fixtures.bench

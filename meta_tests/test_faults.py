@@ -27,6 +27,7 @@ from fixtures.distributed.pool import RankPool
 from fixtures.distributed.ranks import Rank
 from fixtures.faults import FAULTS, inject
 from fixtures.faults.detection import Detection, Seen, as_json, markexpr, problems, table
+from fixtures.hardware_models import matrix_units
 from fixtures.nodes import AREA_IDS, NODE_IDS
 from fixtures.training import framework, loading, seeding
 
@@ -44,7 +45,7 @@ PATCHED: tuple[Any, ...] = (
     checkpoint,
     framework,
 )
-PATCHED += (DistributedSampler, loading, worker, nn.init, seeding)
+PATCHED += (DistributedSampler, loading, worker, nn.init, seeding, matrix_units)
 
 all_faults = pytest.mark.parametrize("name", FAULTS)
 

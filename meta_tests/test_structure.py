@@ -24,6 +24,7 @@ FILES = {
     for package in PACKAGES
     for path in sorted((ROOT / package).rglob("*.py"))
 }
+USED_ELSEWHERE = ("numerics", "hardware_models", "training", "distributed")
 NODE_MODULES = [
     node for node in NODE_IDS if (ROOT / "precision_tests" / f"test_{node}.py").exists()
 ]
@@ -92,9 +93,15 @@ class TestImports:
         ours = {name for name in imports_of(module) if name.startswith("fixtures")}
         assert [name for name in ours if not name.startswith("fixtures.numerics")] == []
 
+    @pytest.mark.parametrize("module", within("fixtures.hardware_models"))
+    def test_hardware_models_import_nothing_else_of_ours_than_numerics(self, module: str) -> None:
+        ours = {name for name in imports_of(module) if name.startswith("fixtures")}
+        allowed = ("fixtures.hardware_models", "fixtures.numerics")
+        assert [name for name in ours if not name.startswith(allowed)] == []
+
     @pytest.mark.parametrize(
         "module",
-        [m for p in ("numerics", "training", "distributed") for m in within(f"fixtures.{p}")],
+        [m for p in USED_ELSEWHERE for m in within(f"fixtures.{p}")],
     )
     def test_what_ranks_and_users_load_holds_no_pytest(self, module: str) -> None:
         assert loaded_by(module).isdisjoint({"pytest", "_pytest"})
