@@ -72,7 +72,7 @@ class Repository:
                 "output": output.name,
                 "module": module,
                 "arguments": _arguments(module, arguments),
-                "environ": _environment() | environ,
+                "environ": environment() | environ,
                 "file_limit": file_limit,
             }
             code = _server().ask(request)
@@ -84,7 +84,7 @@ class Repository:
         return subprocess.Popen(
             command,
             cwd=self.root,
-            env=_environment(),
+            env=environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -145,7 +145,7 @@ def _arguments(module: str, arguments: tuple[object, ...]) -> list[str]:
     return [*own, *map(str, arguments)]
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """This process's own, without a GPU, and without what a run of pytest or torchrun left."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(_OWN)}
     return own | {"CUDA_VISIBLE_DEVICES": ""}
@@ -161,7 +161,7 @@ class _Server:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=_environment() | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            env=environment() | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         )
         atexit.register(self.close)
 

@@ -188,7 +188,7 @@ def test_what_cannot_be_meant_is_refused(tmp_path: Path, case: str) -> None:
             {"PRECISION_INJECT": "gelu_late"},
             "unknown fault 'gelu_late'; known: seed_",
         ),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "looks like torchrun (RANK and WORLD_SIZE are set)"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "launch with torchrun, or unset RANK and WORLD_SIZE"),
         ({"PRECISION_SIMULATED_GPUS": H100}, "is a test aid: it needs --collect-only"),
     ],
     ids=["fault", "torchrun", "simulated"],
