@@ -37,9 +37,9 @@ golden: $(NEED)  ## make all golden truth anew and compare it byte by byte
 faults: $(NEED)  ## the detection score; FULL=1 runs every node under every fault
 	$(RUN) -m fixtures.faults $(if $(FULL),--full)
 
-predict: $(NEED)  ## make predict FROM=A100 TO=H100: what a change of GPU will change, and why
+predict: $(NEED)  ## make predict FROM=A100 TO=H100: what a change of GPU will change, and why; MODEL=package.module:factory for yours
 	@test -n "$(FROM)" -a -n "$(TO)" || { echo 'usage: make predict FROM=A100 TO=H100'; exit 4; }
-	$(RUN) -m fixtures.prediction $(FROM) $(TO)
+	$(RUN) -m fixtures.prediction $(FROM) $(TO) $(if $(MODEL),--model $(MODEL))
 
 bench: $(NEED)  ## speed, as ratios within one run
 	$(RUN) -m fixtures.bench

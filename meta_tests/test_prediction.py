@@ -20,8 +20,10 @@ from fixtures.hardware_models.offsets import offset_after
 from fixtures.numerics.attention_bounds import attention
 from fixtures.numerics.formats import BF16
 from fixtures.prediction import runs as prediction
+from fixtures.prediction.own_model import train as train_own
 from fixtures.training import philox
 from fixtures.training.step import Config
+from fixtures.training.user_model import UserModelError
 
 BFLOAT16 = torch.bfloat16
 
@@ -196,3 +198,37 @@ class TestPrediction:
         keep = prediction.dropout_masks(stream, SMALL, 2)
         assert keep.shape == (1, 2, 2, SMALL.length, SMALL.width)
         assert not torch.equal(keep[0, 0], keep[0, 1])
+
+
+def own_model() -> tuple[nn.Module, object, list[torch.Tensor]]:
+    """A factory as ``--model`` takes it; its model returns logits."""
+    model = nn.Sequential(nn.Linear(16, 300), nn.Dropout(0.1), nn.Linear(300, 8))
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(batch).float(), torch.arange(len(batch)) % 8)
+
+    batches = [numbers(f"batch {i}", 4, 16) for i in range(4)]
+    return model, loss, batches
+
+
+class TestOwnModel:
+    SPEC = f"{__name__}:own_model"
+
+    def test_a_small_one_starts_alike_and_drifts_by_its_collective(self) -> None:
+        machines = prediction.machines("A100", "H100")
+        names = ("none", "initial_weights", "collectives")
+        base, weights, summed = (train_own(self.SPEC, machines[name], 2) for name in names)
+        assert prediction.drift(base, weights) == prediction.Drift(0, 0, 0, 0)
+        found = prediction.drift(base, summed)
+        assert found.gradient > 0
+        assert 0 < found.kl < 1e-3
+
+    def test_weights_are_those_of_the_device(self) -> None:
+        machine = prediction.Machine.of("H100")
+        one, again = (train_own(self.SPEC, machine, 1) for _ in range(2))
+        assert torch.equal(one.parameters, again.parameters)
+        assert one.logits.shape == (16, 8)
+
+    def test_a_factory_that_cannot_be_used_is_refused(self) -> None:
+        with pytest.raises(UserModelError, match="no module nowhere"):
+            train_own("nowhere:factory", prediction.Machine.of("H100"), 1)
