@@ -203,7 +203,14 @@ class TestWhatHolds:
 class TestFigures:
     @pytest.mark.parametrize(
         ("error", "limit", "margin"),
-        [(0.0, 0.0, 0.0), (1.0, 2.0, 0.5), (1.0, 0.0, math.inf), (math.nan, 1.0, math.inf)],
+        [
+            (0.0, 0.0, 0.0),
+            (1.0, 2.0, 0.5),
+            (1.0, 0.0, math.inf),
+            (math.nan, 1.0, math.inf),
+            (1.0, math.nan, math.inf),
+            (1.0, math.inf, math.inf),
+        ],
     )
     def test_margin(self, error: float, limit: float, margin: float) -> None:
         checking = new_check(explored=False)

@@ -70,6 +70,12 @@ def test_a_kernel_that_no_check_calls_is_not_verified(tmp_path: Path) -> None:
     assert "no selected check called the one of gelu" in ended.text
 
 
+def test_a_check_with_explored_inputs_calls_it_too(tmp_path: Path) -> None:
+    _, ended = run(tmp_path, "gelu_kernel:gelu", "-m", "bound and fp32", "-k", "TestBound and erf")
+    assert "no selected check called" not in ended.text
+    assert ended.code == 0, ended.text
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -90,10 +96,13 @@ def test_what_cannot_be_meant_is_refused(arguments: list[str], message: str) -> 
         ("no_such_module:gelu", "No module named 'no_such_module'; run pytest from the folder"),
         ("math:gelu", "math:gelu: module math has no gelu"),
         ("math:pi", "math:pi is a float, which cannot be called"),
+        ("broken_kernel:gelu", "importing broken_kernel raised RuntimeError: no compiler"),
     ],
 )
 def test_what_cannot_be_had_is_refused(tmp_path: Path, kernel: str, message: str) -> None:
-    ended = copy_repository(tmp_path, "gelu").run("--implementation", f"gelu={kernel}")
+    repository = copy_repository(tmp_path, "gelu")
+    (repository.root / "broken_kernel.py").write_text("raise RuntimeError('no compiler')\n")
+    ended = repository.run("--implementation", f"gelu={kernel}")
     assert (ended.code, message in ended.text) == (4, True)
 
 
@@ -122,6 +131,36 @@ def test_a_class_stands_for_a_class_and_is_counted() -> None:
     with replaced("weight_update", Own):
         assert isinstance(torch.optim.AdamW([torch.zeros(1)]), Own)
     assert CALLS["weight_update"] == before + 1
+
+
+def test_a_class_may_name_what_it_replaces() -> None:
+    class Based(torch.optim.AdamW):
+        def __init__(self, parameters: list[torch.Tensor]) -> None:
+            torch.optim.AdamW.__init__(self, parameters)
+
+    class Holding:
+        def __init__(self, parameters: list[torch.Tensor]) -> None:
+            self.inner = torch.optim.AdamW(parameters)
+
+    for kernel in (Based, Holding):
+        with replaced("weight_update", kernel):
+            assert isinstance(torch.optim.AdamW([torch.zeros(1)]), kernel)
+
+
+def test_the_hash_is_of_the_file_that_defines_the_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though a package's __init__ passes it on."""
+    package = tmp_path / "kernel_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("from kernel_package.inner import kernel\n")
+    inner = package / "inner.py"
+    inner.write_text("def kernel(x): return x\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    chosen = {"gelu": "kernel_package:kernel"}
+    before = described(chosen)
+    inner.write_text("def kernel(x): return 2 * x\n")
+    assert described(chosen) != before
 
 
 def test_the_environment_names_the_kernel_and_its_file() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fixtures.numerics.bounds import trajectory_factor
 from fixtures.numerics.formats import FP32, FP64, Format
-from fixtures.training import generation, trajectory, trajectory_noise
+from fixtures.training import generation, trajectory, trajectory_limits, trajectory_noise
 from fixtures.training.generation import Generated
 from fixtures.training.policies import POLICIES
 from fixtures.training.reference import REFERENCE, ReferenceAdamW
@@ -126,6 +126,18 @@ def test_distance_sees_one_moved_logit() -> None:
     found = trajectory.distance(want.steps, moved, want)
     assert float(found["logits"][0, place]) == pytest.approx(0.5)
     assert int((found["logits"] > 0).sum()) == int((found["kl"] > 0).sum()) == 1
+
+
+def test_nan_in_one_column_is_the_worst_of_its_row() -> None:
+    """And 0/0 is not."""
+    columns = len(trajectory.reference().steps.parameters[0])
+    error = torch.zeros(trajectory.STEPS, columns, dtype=torch.float64)
+    limit = torch.ones_like(error)
+    error[5, 3], error[6, 2], limit[6, 1] = math.nan, 0.5, 0.0
+    found, _ = trajectory_limits.worst_by_row("gradient", error, limit)
+    by_step = list(found.values())
+    assert math.isnan(by_step[5])
+    assert by_step[6] == 0.5
 
 
 # ---- prompts ------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch import nn
 
 from fixtures.numerics.derivative_bounds import Quotients, difference_quotient
 from fixtures.numerics.formats import BF16, FP16, FP32, Format
-from fixtures.training import user_model
+from fixtures.training import user_model, user_ranks
 from fixtures.training.rounding import EVERYWHERE, SIXTEEN
 from fixtures.training.user_model import UserModelError, blocks, load
 from fixtures.training.user_step import Truth, errors, fresh, record, run_step
@@ -210,3 +210,9 @@ def test_difference_quotient_accepts_either_slope_at_a_kink_and_no_other() -> No
     assert limit == 0.5
     smooth = Quotients(h, 1.0, *((1 + step) ** 2 for step in (h, -h, h / 2, -h / 2)))
     assert abs(2.0 - smooth.derivative) <= difference_quotient(smooth, 2.0**-52) < 1 / 1000
+
+
+def test_a_wrapper_s_names_go_and_the_model_s_own_stay() -> None:
+    names = ("submodule.weight", "module.weight", "blocks.0._orig_mod.up", "_orig_mod.module.bias")
+    found = user_ranks.clean(dict.fromkeys(names))
+    assert list(found) == ["submodule.weight", "module.weight", "blocks.0.up", "module.bias"]
