@@ -49,8 +49,9 @@ def actions_for(
         actions.append(
             Action(
                 "The run did not end by itself",
-                "run it again; python -m reports render reports/runs/*.journal for a killed one",
-                "an incomplete record has no verdict and cannot be a baseline",
+                "run it again",
+                "an incomplete record has no verdict and cannot be a baseline; it shows what was "
+                "measured until then",
                 urgent=True,
             )
         )
@@ -58,7 +59,7 @@ def actions_for(
         actions.append(
             Action(
                 "The golden store is damaged",
-                "git status golden; git checkout -- golden; python -m pytest --golden=verify",
+                "git status golden\ngit checkout -- golden\npython -m pytest --golden=verify",
                 "the first shows what was changed, the second restores it, the last makes all "
                 "truth anew and compares it byte by byte",
                 urgent=True,
@@ -94,7 +95,9 @@ def actions_for(
         actions.append(
             Action(
                 f"{len(drift)} cases moved inside their bounds",
-                "python -m pytest --golden=propose; --golden=diff; --golden=bless --reason '...'",
+                "python -m pytest --golden=propose\n"
+                "python -m pytest --golden=diff\n"
+                "python -m pytest --golden=bless --reason '...'",
                 "makes the new values this environment's baseline, once the move is understood; "
                 "until then the old record stays the baseline (--baseline=DIR)",
                 urgent=code == verdict.EXIT_DRIFT,

@@ -14,12 +14,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from reports.heat import OUTSIDE, HeatMap
+from reports.page import power_label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _INK = "#010203"  # stands for the colour of the text around an SVG
+_DARK = "#101010"  # on a light cell, whatever the page's colours
 _CELL = 0.34  # inches a row takes
 _PLURAL = {"weight": "weights", "bias": "biases"}
 
@@ -88,7 +90,7 @@ def _grid(
     for (row, column), margin in np.ndenumerate(margins):
         if np.isnan(margin):
             continue
-        ink = "black" if shown[row, column] > 0.55 * top else "white"
+        ink = _DARK if shown[row, column] > 0.47 * top else "white"
         if not small:
             text = "inf" if np.isinf(margin) else f"{margin:.2g}"
             axis.text(column, row, text, ha="center", va="center", color=ink, fontsize=8)
@@ -105,7 +107,7 @@ def histogram_figure(moves: Mapping[str, int]) -> Figure:
 
     moved = {key: count for key, count in moves.items() if key != "0"}
     order = sorted(moved, key=float)
-    figure = Figure(figsize=(6.2, 2.3))
+    figure = Figure(figsize=(1.2 + 0.5 * len(order), 2.3))
     axis = figure.subplots()
     axis.bar(range(len(order)), [moved[key] for key in order], color="#5b7fb5", width=0.82)
     axis.set_yscale("log")
@@ -117,14 +119,6 @@ def histogram_figure(moves: Mapping[str, int]) -> Figure:
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
     return figure
-
-
-def power_label(key: str) -> str:
-    """A power of two as it is read: 1, 2, 1024, and 2^20 for the large ones."""
-    if key == "inf":
-        return "not finite"
-    value = int(key)
-    return key if value <= 1024 else f"2^{value.bit_length() - 1}"
 
 
 def svg(figure: Figure, name: str) -> str:

@@ -58,6 +58,11 @@ class Indicator:
     cell: str = "-"
     cells: Mapping[str, Indicator] = field(default_factory=dict)
 
+    @property
+    def met(self) -> bool:
+        """Inside its bound: a drift is."""
+        return self.verdict in (Verdict.PASS, Verdict.DRIFT)
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -354,7 +359,8 @@ def _indicator(
         cell = verdict.cell(judgements)
         return Indicator(title, place, "-", "-", 0.0, shown, why, counted, cell, cells or {})
     worst = verdict.worst(verified)
-    case = worst.case
+    failed = worst.verdict in FAILED
+    case = worst.case if failed else max((j.case for j in verified), key=lambda c: c.margin)
     return Indicator(
         title,
         place,
@@ -387,6 +393,8 @@ def measured_of(case: Case) -> str:
     """Observed error over bound, and the error itself."""
     if case.exact and case.margin == 0:
         return "equal"
+    if math.isinf(case.margin):
+        return "ended by an exception" if not case.figures else "not equal"
     figures, margin = case.figures, f"{case.margin:.3g} of its bound"
     worst, errors = figures.get("worst"), figures.get("errors")
     if isinstance(errors, Mapping) and worst in errors:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fixtures.nodes import PROMISES
@@ -29,7 +30,11 @@ def page(findings: Findings) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    templates.filters |= {"sign": lambda shown: _SIGNS.get(shown, "?"), "figure": figure_text}
+    templates.filters |= {
+        "sign": lambda shown: _SIGNS.get(shown, "?"),
+        "figure": figure_text,
+        "spark": spark,
+    }
     return templates.get_template("report.html").render(
         f=findings,
         promises=PROMISES,
@@ -40,9 +45,28 @@ def page(findings: Findings) -> str:
     )
 
 
+def _sign(shown: str) -> str:
+    return _SIGNS.get(shown, "?")
+
+
 def figure_text(value: Any) -> str:
     """A number as a person reads it."""
     return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def spark(moves: Mapping[str, int]) -> list[tuple[str, int, int]]:
+    """A small histogram: of each power of two its label, how many moved so far, a height in %."""
+    moved = sorted((key for key in moves if key != "0"), key=float)
+    most = max((moves[key] for key in moved), default=1)
+    return [(power_label(key), moves[key], max(8, 100 * moves[key] // most)) for key in moved]
+
+
+def power_label(key: str) -> str:
+    """A power of two as it is read: 1, 2, 1024, and 2^20 for the large ones."""
+    if key == "inf":
+        return "not finite"
+    value = int(key)
+    return key if value <= 1024 else f"2^{value.bit_length() - 1}"
 
 
 def all_moves(findings: Findings) -> Counter[str]:

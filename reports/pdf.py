@@ -37,7 +37,7 @@ def pdf(findings: Findings) -> bytes:
     if findings.failures:
         _heading(paper, f"{len(findings.failures)} cases failed")
         _cases(paper, findings.failures)
-    met = sum(row.verdict == "PASS" for row in findings.indicators)
+    met = sum(row.met for row in findings.indicators)
     _heading(paper, f"Part A: {met} of 12 indicators meet their target")
     _indicators(paper, findings.indicators)
     if findings.beyond:
