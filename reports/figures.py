@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _INK = "#010203"  # stands for the colour of the text around an SVG
 _DARK = "#101010"  # on a light cell, whatever the page's colours
 _CELL = 0.34  # inches a row takes
+_LONGEST = 40  # characters of a name
 _PLURAL = {"weight": "weights", "bias": "biases"}
 
 
@@ -39,7 +40,9 @@ def heat_figure(heat: HeatMap) -> Figure:
     panels = [panel for panel in panels if panel[1]]
     rows = max([len(modules) for _, modules, _ in panels] + [len(own)])
     widths = [max(1.4, 0.55 * len(layers)) for _, _, layers in panels] + [0.8] * bool(own)
-    size = (sum(widths) + 1.3 * len(widths) + 0.9, _CELL * rows + 0.8)
+    labels = [modules for _, modules, _ in panels] + [own] * bool(own)
+    beside = sum(0.3 + 0.075 * max(len(_short(name)) for name in names) for names in labels)
+    size = (sum(widths) + beside + 0.9, _CELL * rows + 0.8)
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
     # Up to the worst finite margin: what stands out below the limit is to be seen.
@@ -56,6 +59,12 @@ def heat_figure(heat: HeatMap) -> Figure:
     bar = figure.colorbar(image, ax=list(axes), fraction=0.05, aspect=25, label="error / bound")
     bar.outline.set_visible(False)
     return figure
+
+
+def _short(name: str) -> str:
+    """A name as it is drawn: in signs that every font has; the table has it whole."""
+    drawn = "".join(c if c.isascii() and c.isprintable() else "?" for c in name)
+    return drawn if len(drawn) <= _LONGEST else f"{drawn[:8]}...{drawn[11 - _LONGEST :]}"
 
 
 def _is(module: str, kind: str) -> bool:
@@ -82,7 +91,7 @@ def _grid(
     shown = np.where(np.isinf(margins), top, margins)
     image = axis.imshow(shown, cmap="cividis", vmin=0, vmax=top, aspect="auto")
     axis.set_xticks(range(len(layers)), columns, fontsize=9)
-    axis.set_yticks(range(len(modules)), names, fontsize=9)
+    axis.set_yticks(range(len(modules)), [*map(_short, names)], fontsize=9, parse_math=False)
     axis.tick_params(length=0)
     for spine in axis.spines.values():
         spine.set_visible(False)

@@ -9,7 +9,7 @@ import math
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fixtures import verdict
@@ -243,6 +243,10 @@ def _finding(judgement: Judgement, again: str) -> Finding:
 def _headline(record: Record, judgements: Sequence[Judgement], code: int) -> str:
     counts = Counter(j.verdict for j in judgements)
     failed = sum(counts[v] for v in FAILED)
+    if record.injected:
+        return f"INJECTED {record.injected}: " + _headline(
+            replace(record, injected=""), judgements, code
+        )
     verified = sum(n for v, n in counts.items() if v is not Verdict.UNVERIFIED)
     torch = ", ".join(dict.fromkeys(_framework(fields) for fields in record.environment.values()))
     if not record.complete:

@@ -31,7 +31,7 @@ def page(findings: Findings) -> str:
         lstrip_blocks=True,
     )
     templates.filters |= {
-        "sign": lambda shown: _SIGNS.get(shown, "?"),
+        "sign": _sign,
         "figure": figure_text,
         "spark": spark,
     }
