@@ -27,7 +27,7 @@ from reports.findings import Findings
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {"cpu": {"torch": "2.14.1", "cpu": "EPYC", "isa": "avx512", "threads": 1}}
-HOSTILE = "$\\frac{$<script>alert('x')</script>|`a`\x1b[31m&amp;]]> {{ 7*7 }} \N{SNOWMAN}"
+HOSTILE = "$\\frac{$<script>alert('x')</script>|`a`\x1b[31m&amp;]]> {{ 7777*7777 }} \N{SNOWMAN}"
 
 FLOW = {
     "margins": {"blocks.0.mlp.up.weight": 0.25, "blocks.1.mlp.up.weight": 2.5, "head.weight": 0.1},
@@ -160,7 +160,7 @@ def test_no_name_becomes_markup_of_the_page() -> None:
     tags.feed(page)
     assert "script" not in tags.seen
     assert "&lt;script&gt;" in page
-    assert "49" not in re.findall(r"\{\{.*?\}\}|49", page)
+    assert "60481729" not in page
 
 
 def test_no_name_breaks_a_row_of_the_summary() -> None:

@@ -12,7 +12,8 @@ from collections import Counter
 from xml.etree import ElementTree as ET
 
 from fixtures.verdict import Judgement, Verdict
-from reports.findings import FAILED, Findings
+from reports.findings import Findings
+from reports.indicators import FAILED
 
 # What XML 1.0 cannot hold, escaped or not.
 _FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")

@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterable, Sequence
 
 from fixtures.nodes import PROMISES
-from reports.findings import Finding, Findings, Indicator
+from reports.findings import Finding, Findings
+from reports.indicators import Indicator
 
 SHOWN = 20
 """Cases of one kind; CI limits what a job's page may hold, the page holds them all."""

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fixtures.nodes import PROMISES
-from reports.findings import Finding, Findings, Indicator
+from reports.findings import Finding, Findings
 from reports.heat import HeatMap
+from reports.indicators import Indicator
 from reports.page import all_moves, figure_text
 
 if TYPE_CHECKING:
