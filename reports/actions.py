@@ -58,10 +58,10 @@ def actions_for(
     if code == verdict.EXIT_GOLDEN:
         actions.append(
             Action(
-                "The golden store is damaged",
+                "The golden store is damaged, or lacks what a check needs",
                 "git status golden\ngit checkout -- golden\npython -m pytest --golden=verify",
                 "the first shows what was changed, the second restores it, the last makes all "
-                "truth anew and compares it byte by byte",
+                "truth anew and compares it byte by byte; the failures name file and case",
                 urgent=True,
             )
         )

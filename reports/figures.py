@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _INK = "#010203"  # stands for the colour of the text around an SVG
 _DARK = "#101010"  # on a light cell, whatever the page's colours
 _CELL = 0.34  # inches a row takes
+_TOP = 0.5  # the scale's least end: where all is well nothing glows
 _LONGEST = 40  # characters of a name
 _PLURAL = {"weight": "weights", "bias": "biases"}
 
@@ -46,7 +47,7 @@ def heat_figure(heat: HeatMap) -> Figure:
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
     # Up to the worst finite margin: what stands out below the limit is to be seen.
-    top = max((s.margin for s in heat.spots.values() if math.isfinite(s.margin)), default=0) or 1.0
+    top = max(_TOP, *(s.margin for s in heat.spots.values() if math.isfinite(s.margin)))
     image: Any = None
     for axis, (kind, modules, layers) in zip(axes, panels, strict=False):
         names = [module.removesuffix(f".{kind}") for module in modules]

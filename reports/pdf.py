@@ -39,7 +39,7 @@ def pdf(findings: Findings) -> bytes:
         _heading(paper, f"{len(findings.failures)} cases failed")
         _cases(paper, findings.failures)
     met = sum(row.met for row in findings.indicators)
-    _heading(paper, f"Part A: {met} of 12 indicators meet their target")
+    _heading(paper, f"Part A: {met} of {len(findings.indicators)} indicators meet their target")
     _indicators(paper, findings.indicators)
     if findings.beyond:
         _heading(paper, "Beyond the nodes", small=True)
