@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import time
@@ -74,6 +75,16 @@ def test_what_a_killed_run_measured_becomes_an_incomplete_record(tmp_path: Path)
     assert repository.run("exit-code", record, module="reports").code == 2
     baseline = repository.run("--baseline=record")
     assert "is the record of an interrupted run" in baseline.text
+
+
+def test_the_next_run_tells_of_one_that_was_killed(tmp_path: Path) -> None:
+    repository = copy_repository(tmp_path, "grad_scaler")
+    runs = repository.root / "reports" / "runs"
+    runs.mkdir(parents=True)
+    for name in (f"20260101-000000-{os.getpid()}", "20260101-000000-99999999"):
+        (runs / f"{name}.journal").touch()
+    told = re.findall(r"python -m reports render (\S+)", repository.run("-k", "unscale").text)
+    assert [Path(path).name for path in told] == ["20260101-000000-99999999.journal"]
 
 
 def ended_by(number: signal.Signals, repository: Repository) -> tuple[str, int]:

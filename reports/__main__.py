@@ -144,7 +144,10 @@ def gate_upgrade(old_python: str, workers: str) -> int:
     code = _gate(sys.executable, workers, new, str(old))
     if new.exists():
         print("\n== what the upgrade moved\n", flush=True)
-        compare_records(record.read(old), record.read(new))
+        before, now = record.read(old), record.read(new)
+        compare_records(before, now)
+        title = f"upgrade to {sys.executable}"
+        write_report(findings.compare(before, now, title=title, baseline=str(old)), folder)
     return code
 
 

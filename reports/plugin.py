@@ -2,11 +2,35 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 
-from fixtures import record, stash
+from fixtures import journal, record, stash
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """What an earlier run left that was killed; a journal's name ends with its process."""
+    if stash.RUN not in config.stash:
+        return []
+    left = sorted((config.rootpath / "reports" / "runs").glob(f"*{journal.SUFFIX}"))
+    return [
+        f"precision: an earlier run was killed; python -m reports render {path}"
+        for path in left
+        if not _is_running(path)
+    ]
+
+
+def _is_running(path: Path) -> bool:
+    try:
+        os.kill(int(path.stem.rpartition("-")[2]), 0)
+    except (ProcessLookupError, ValueError):
+        return False
+    except PermissionError:
+        pass  # somebody else's
+    return True
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)
