@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import subprocess
 import sys
@@ -262,6 +263,24 @@ def test_each_finding_has_its_action(of: Findings, expected: Sequence[str]) -> N
     assert len(of.actions) == len(expected)
     for action, words in zip(of.actions, expected, strict=True):
         assert words in action.do
+
+
+def test_the_score_of_the_deliberate_faults_is_shown(tmp_path: Path) -> None:
+    faults = {
+        name: {"node": "gelu", "what": f"does {name}", "caught": name != "odd", "elsewhere": []}
+        for name in ("tanh", "odd")
+    }
+    numbers = {"faults": 2, "caught": 1, "caught_at_the_right_node_only": 1, "missed": 1}
+    score = {"score": numbers, "faults": faults, "time": "now", "torch": "2.14.1"}
+    (tmp_path / "detection.json").write_text(json.dumps(score))
+    beside = writing.score_beside(tmp_path / "run")
+    of = findings.find(concluded(case()), title="a run", score=beside)
+    page = text_of("report.html", of)
+    assert "The checks caught 1 of 2 deliberate faults" in page
+    assert re.search(r"<code>odd</code>.*does odd.*MISSED", page)
+    assert "1 of 2 deliberate faults are caught" in text_of("summary.md", of)
+    (tmp_path / "detection.json").write_text("{}")
+    assert writing.score_beside(tmp_path / "run") == {}
 
 
 # --- what the tables of remedies take for granted -----------------------------------------------

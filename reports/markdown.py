@@ -122,7 +122,7 @@ def _actions(findings: Findings) -> list[str]:
     if not own:
         return []
     rows: Iterable[str] = (
-        f"1. **{text(action.finding)}**: {code(action.do)}. {text(action.why)}" for action in own
+        f"1. **{text(action.finding)}**: {code(action.do)}: {text(action.why)}" for action in own
     )
     return ["## What to do\n", *rows, ""]
 
