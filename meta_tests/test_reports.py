@@ -265,6 +265,14 @@ def test_each_finding_has_its_action(of: Findings, expected: Sequence[str]) -> N
         assert words in action.do
 
 
+def test_a_rerun_has_the_options_that_the_run_had() -> None:
+    made = concluded(OUTSIDE, code=1)
+    made = replace(made, run={"options": ["--threads=2", "--model=my.model:a b"]})
+    of = findings.find(made, title="a run")
+    assert of.rerun == "python -m pytest t::bad --threads=2 '--model=my.model:a b'"
+    assert of.actions[0].do == "python -m pytest --lf --threads=2 '--model=my.model:a b'"
+
+
 def test_the_score_of_the_deliberate_faults_is_shown(tmp_path: Path) -> None:
     faults = {
         name: {"node": "gelu", "what": f"does {name}", "caught": name != "odd", "elsewhere": []}

@@ -136,7 +136,9 @@ def _found(
     changed: Sequence[Change],
     score: Mapping[str, Any],
 ) -> Findings:
-    again = f" --inject={shlex.quote(record.injected)}" if record.injected else ""
+    by_default = [f"--inject={record.injected}"] if record.injected else []
+    options = record.run.get("options", by_default)
+    again = "".join(f" {shlex.quote(str(option))}" for option in options)
     failed = [j for j in judgements if j.verdict in FAILED]
     failed.sort(key=lambda j: -j.case.margin)
     drift = [j for j in judgements if j.verdict is Verdict.DRIFT]
