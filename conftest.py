@@ -16,4 +16,4 @@ if fixtures.__file__ is None or Path(fixtures.__file__).resolve() != _OURS.resol
         returncode=4,
     )
 
-pytest_plugins = ["fixtures.collection", "fixtures.plugin"]
+pytest_plugins = ["fixtures.collection", "fixtures.plugin", "reports.plugin"]

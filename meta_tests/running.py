@@ -141,7 +141,7 @@ def change_json(path: Path, **values: object) -> None:
 def _arguments(module: str, arguments: tuple[object, ...]) -> list[str]:
     if module != "pytest":
         return [*map(str, arguments)]
-    own = ["-p", "no:cacheprovider", "-W", "ignore:Module already imported"]
+    own = ["-p", "no:cacheprovider", "-W", "ignore:Module already imported", "--report=none"]
     return [*own, *map(str, arguments)]
 
 

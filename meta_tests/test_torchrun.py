@@ -109,6 +109,7 @@ def test_four_ranks_of_one_agent_share_jobs_and_one_failure(repository: Reposito
     )
     assert code == 1, text
     assert text.count("verdict: REGRESSION") == 1  # one rank reports
+    assert text.count("report: record/report.html") == 1
     assert "1 failed, 6 passed, 1 skipped" in text
     assert (repository.root / "alone").read_text() == "once "
     first = r"raised ArithmeticError: gradient of layer 3 is odd in precision_tests.test_weight"

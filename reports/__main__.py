@@ -1,4 +1,4 @@
-"""Records on the command line: ``python -m reports exit-code|compare|upgrade``."""
+"""Records on the command line: ``python -m reports exit-code|render|compare|upgrade``."""
 
 from __future__ import annotations
 
@@ -7,21 +7,27 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from fixtures import record, summary, verdict
+from fixtures import journal, record, summary, verdict
 from fixtures.record import Record, RecordError
 from fixtures.run import require_baseline
+from reports import findings, writing
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m reports", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    code = commands.add_parser("exit-code", help="return the exit code that a run ended with")
-    code.add_argument("record", type=Path)
+    ended = commands.add_parser("exit-code", help="return the exit code that a run ended with")
+    ended.add_argument("record", type=Path)
+    render = commands.add_parser("render", help="write the report of a record, or of a journal")
+    render.add_argument("record", type=Path, help="a record's folder, or what a killed run left")
+    render.add_argument("--to", type=Path, metavar="DIR", help="(default: into the record)")
     compare = commands.add_parser("compare", help="judge one record against another")
     compare.add_argument("baseline", type=Path)
     compare.add_argument("record", type=Path)
+    compare.add_argument("--report", type=Path, metavar="DIR", help="write a report into DIR too")
     upgrade = commands.add_parser(
         "upgrade", help="record the environment of another interpreter, gate this one against it"
     )
@@ -34,7 +40,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if chosen.command == "compare":
             baseline = record.read(chosen.baseline)
             require_baseline(baseline, str(chosen.baseline))
-            return compare_records(baseline, record.read(chosen.record))
+            observed = record.read(chosen.record)
+            code = compare_records(baseline, observed)
+            if chosen.report:
+                title = f"{chosen.record.name} against {chosen.baseline.name}"
+                write_report(
+                    findings.compare(
+                        baseline, observed, title=title, baseline=str(chosen.baseline)
+                    ),
+                    chosen.report,
+                )
+            return code
+        if chosen.command == "render":
+            return render_record(chosen.record, chosen.to)
         return gate_upgrade(chosen.old_python, chosen.workers)
     except RecordError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -47,6 +65,47 @@ def exit_code(folder: Path) -> int:
     if "exit_code" not in concluded:
         raise RecordError(f"{folder} holds no verdict: it is a golden observation, not a run")
     return int(concluded["exit_code"])
+
+
+def render_record(source: Path, target: Path | None) -> int:
+    """Writes the report of a record; a journal becomes a record first."""
+    if source.is_file():
+        source = record_of_journal(source)
+    found = findings.find(
+        record.read(source), title=source.resolve().name, score=writing.score_beside(source)
+    )
+    write_report(found, target or source)
+    return 0
+
+
+def record_of_journal(path: Path) -> Path:
+    """Makes the record of a killed run from its journal, marked incomplete."""
+    left = journal.read(path)
+    judgements = verdict.judge_record(left, None)
+    folder = path.with_name(path.name.removesuffix(journal.SUFFIX))
+    conclusion = {
+        "exit_code": verdict.EXIT_INTERRUPTED,
+        "meaning": verdict.EXIT_MEANING[verdict.EXIT_INTERRUPTED],
+        "baseline": "none",
+        "cases": {j.case.id: verdict.to_plain(j, measured=True) for j in judgements},
+    }
+    try:
+        record.write(replace(left, verdict=conclusion), folder)
+    except OSError as error:
+        raise RecordError(f"{folder} cannot be written ({error})") from error
+    print(f"record: {folder}, marked incomplete")
+    return folder
+
+
+def write_report(found: findings.Findings, folder: Path) -> None:
+    """Writes all files of a report, and says where."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for problem in writing.write(found, folder):
+            print(problem, file=sys.stderr)
+    except OSError as error:
+        raise RecordError(f"the report cannot be written to {folder} ({error})") from error
+    print(f"report: {folder / 'report.html'}")
 
 
 def compare_records(baseline: Record, observed: Record) -> int:
@@ -85,7 +144,10 @@ def gate_upgrade(old_python: str, workers: str) -> int:
     code = _gate(sys.executable, workers, new, str(old))
     if new.exists():
         print("\n== what the upgrade moved\n", flush=True)
-        compare_records(record.read(old), record.read(new))
+        before, now = record.read(old), record.read(new)
+        compare_records(before, now)
+        title = f"upgrade to {sys.executable}"
+        write_report(findings.compare(before, now, title=title, baseline=str(old)), folder)
     return code
 
 
