@@ -115,6 +115,12 @@ def test_gloo_is_a_descending_ring(name: str, ranks: int, count: int) -> None:
     assert torch.equal(collectives.all_reduce(values, schedule), gloo_simulated(values, fmt))
 
 
+def test_an_empty_tensor_has_an_empty_sum() -> None:
+    empty = [torch.ones(0)] * 3
+    for schedule in (collectives.gloo_ring(0, 4, 3), nccl.ring(0, 4, [range(3)] * 8)):
+        assert collectives.all_reduce(empty, schedule).shape == (0,)
+
+
 def test_gloo_splits_long_tensors_into_more_segments() -> None:
     """3 ranks, 4 M floats: 16 MiB are 18 segments of 932,068 bytes, 6 to a chunk."""
     schedule = collectives.gloo_ring(4 * 2**20, 4, 3)
@@ -293,6 +299,10 @@ ONES = [torch.ones(6), torch.ones(6)]
         (partial(collectives.all_reduce, ONES, [Segment(1, 6, (0, 1))]), "leaves 0 and jumps to 1"),
         (partial(collectives.all_reduce, ONES, [Segment(0, 6, (0, 0))]), "each of 2 ranks once"),
         (partial(collectives.reduce_scatter, [torch.ones(5)] * 2, [(0, 1)] * 2), "do not divide"),
+        (partial(collectives.reduce_scatter, ONES, [(0, 0), (0, 1)]), "each of 2 ranks once"),
+        (partial(collectives.reduce_scatter, ONES, [(0, 1)]), "1 trees for 2 ranks"),
+        (partial(collectives.nvls_all_reduce, ONES, order=(0,)), "each of 2 ranks once"),
+        (partial(nccl.ring, 9, 4, [[0, 1]], protocol="LL"), "known are: simple, ll, ll128"),
         (partial(nccl.ring, 9, 4, [[0, 1]], version=(2, 21)), "known are 2.23 to 2.25"),
     ],
 )

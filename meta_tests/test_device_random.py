@@ -338,6 +338,28 @@ def test_refused_with_a_remedy(call: Callable[[], Any], message: str) -> None:
         call()
 
 
+@pytest.mark.parametrize(("grids", "shared"), [(4, True), (8, False)])
+def test_half_of_a_16_bit_mask_is_in_the_next_one_where_calls_are_odd(
+    grids: int, shared: bool
+) -> None:
+    """Dropout.cu reserves a call for 4 elements of a thread; the kernel for 8 makes two."""
+    count = 512 * grids
+    draw = partial(
+        device_random.dropout_mask,
+        count,
+        0.5,
+        seed=SEED,
+        gpu=SMALL,
+        dtype=torch.bfloat16,
+        torch_version="2.13",
+    )
+    after = offset_after(
+        "dropout_mask", count, gpu=SMALL, dtype=torch.bfloat16, torch_version="2.13"
+    )
+    first, second = (draw(offset=offset).view(-1, 8) for offset in (0, after))
+    assert torch.equal(first[:, 4:], second[:, :4]) is shared
+
+
 def test_dropout_of_all_or_nothing_draws_nothing() -> None:
     assert device_random.dropout_mask(5, 0.0, **DRAWN).all()
     assert not device_random.dropout_mask(5, 1.0, **DRAWN).any()

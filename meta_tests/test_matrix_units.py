@@ -12,6 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fixtures.hardware_models import block_sums
+from fixtures.hardware_models.epilogue import Epilogue
 from fixtures.hardware_models.matrix_units import UnmeasuredRangeWarning, matmul, to_tf32
 from fixtures.hardware_models.units import (
     E8M13,
@@ -285,7 +286,8 @@ class TestArguments:
         a = torch.randn(4, 32).bfloat16().requires_grad_()
         before = a.detach().clone()
         c = torch.zeros(4, 4)
-        assert not matmul(a, a.T, c, gpu="H100").requires_grad
+        bias = Epilogue(bias=torch.zeros(4, requires_grad=True))
+        assert not matmul(a, a.T, c, gpu="H100", epilogue=bias).requires_grad
         assert torch.equal(a, before)
         assert not c.any()
 
@@ -301,6 +303,8 @@ class TestArguments:
             ({"other": torch.bfloat16}, TypeError, "a and b have one dtype"),
             ({"c": torch.zeros(7, 7)}, ValueError, r"c has shape \(7, 7\)"),
             ({"c": torch.zeros(2, 5).double()}, TypeError, "round it to that first"),
+            ({"c": torch.zeros(2, 5).int()}, TypeError, "round it to that first"),
+            ({"accumulation": "split-k"}, TypeError, "Sequential, SplitK or SliceK"),
             ({"c": torch.zeros(2, 5), "accumulator": torch.float16}, TypeError, "round it"),
             ({"accumulator": torch.bfloat16}, TypeError, "accumulator is torch.float32 or"),
             ({"accumulator": torch.float16, "dtype": torch.bfloat16}, ValueError, "only fp16"),
@@ -325,6 +329,7 @@ class TestArguments:
             ({"fraction_bits": 60}, "fraction_bits"),
             ({"rounding": "up"}, "rounding is"),
             ({"lowest_exponent": 3}, "lowest_exponent"),
+            ({"block": 4.5}, "block is an integer"),
         ],
     )
     def test_a_unit_that_cannot_be(self, arguments: dict[str, object], message: str) -> None:

@@ -15,7 +15,12 @@ from fixtures.hardware_models.device_integers import randperm
 from fixtures.hardware_models.epilogue import Epilogue
 from fixtures.hardware_models.grids import GRIDS
 from fixtures.hardware_models.matrix_units import matmul
-from fixtures.hardware_models.modes import Stream, device_random, matrix_units
+from fixtures.hardware_models.modes import (
+    CpuDrawWarning,
+    Stream,
+    device_random,
+    matrix_units,
+)
 from fixtures.hardware_models.offsets import offset_after
 from fixtures.numerics.attention_bounds import attention
 from fixtures.numerics.formats import BF16
@@ -92,6 +97,17 @@ class TestMatrixUnits:
             k, v = (t.repeat_interleave(2, 1) for t in (k, v))
             assert torch.equal(grouped, F.scaled_dot_product_attention(q, k, v, bias))
 
+    def test_a_query_that_may_look_nowhere_gets_zeros(self) -> None:
+        q = numbers("q", 1, 1, 3, 8).bfloat16().requires_grad_()
+        allowed = torch.tensor([[True, True, True], [False, False, False], [True, False, False]])
+        for mask in (allowed, torch.zeros(3, 3).masked_fill(~allowed, -math.inf)):
+            with matrix_units("H100"):
+                out = F.scaled_dot_product_attention(q, q, q, mask)
+                (gradient,) = torch.autograd.grad(out.float().sum(), q)
+            assert not out[..., 1, :].any()
+            assert bool(out.isfinite().all())
+            assert bool(gradient.isfinite().all())
+
     def test_double_precision_attention_is_the_cpu_s(self) -> None:
         q = numbers("q", 1, 1, 3, 8).double()
         want = F.scaled_dot_product_attention(q, q, q)
@@ -129,6 +145,46 @@ class TestDeviceRandom:
         assert torch.equal(found[0][:threads], found[1][:threads])
         assert not torch.equal(found[0][threads:], found[1][threads:])
 
+    def test_tensors_without_gaps_are_filled_in_the_order_of_their_memory(self) -> None:
+        """TensorIterator, and get_vector_size of Dropout.cu; a tensor with gaps goes by index."""
+        with device_random("A100", seed=1):
+            filled = torch.empty(40, 30).T.normal_()
+        assert torch.equal(filled.T, draws.normal((40, 30), seed=1, gpu="A100"))
+        with device_random("A100", seed=1):
+            assert torch.equal(torch.randn_like(filled), filled)
+        ones = torch.ones(2, 40, 32, dtype=BFLOAT16)
+        for x, back, shape, dense in (
+            (ones.transpose(0, 2), lambda y: y.transpose(0, 2), (2, 40, 32), True),
+            (ones[..., :30], lambda y: y, (2, 40, 30), False),
+            (ones[..., :30].transpose(0, 2), lambda y: y, (30, 40, 2), False),
+        ):
+            with device_random("A100", seed=1):
+                found = back(F.dropout(x, 0.5) != 0)
+            want = draws.dropout_mask(shape, 0.5, seed=1, gpu="A100", dtype=BFLOAT16, dense=dense)
+            assert torch.equal(found, want)
+
+    def test_what_dropout_keeps_is_scaled_as_the_kernels_do(self) -> None:
+        """By 1 / fp32(1 - p) forwards, and by fp32(1 / (1 - p)) backwards; fp64 stays fp64."""
+        p = 0.15
+        x = torch.ones(100, requires_grad=True)
+        with device_random("A100", seed=1):
+            y = F.dropout(x, p)
+        (dx,) = torch.autograd.grad(y.sum(), x)
+        forward = torch.tensor(1.0 / torch.tensor(1.0 - p).item())
+        assert set(y.tolist()) == {0.0, forward.item()}
+        assert set(dx.tolist()) == {0.0, torch.tensor(1.0 / (1.0 - p)).item()}
+        assert set(y.tolist()) != set(dx.tolist())
+        with device_random("A100", seed=1):
+            double = F.dropout(torch.full((100,), 1 / 3, dtype=torch.float64), 0.5)
+        assert double.max().item() == 2 / 3
+
+    def test_a_draw_that_is_not_modelled_is_said_to_be_the_cpu_s(self) -> None:
+        with device_random("A100", seed=1) as stream:
+            with pytest.warns(CpuDrawWarning, match="aten.randint"):
+                torch.randint(9, (3,))
+            assert torch.randn(3, device="meta").is_meta
+        assert stream.offset == 0
+
     def test_a_generator_of_one_s_own_is_left_alone(self) -> None:
         generator = torch.Generator().manual_seed(3)
         want = torch.empty(9).normal_(generator=generator)
@@ -154,7 +210,7 @@ class TestPrediction:
             changed = [m for m in prediction.MECHANISMS if getattr(machines[name], m) == "H100"]
             assert changed == [name]
 
-    @pytest.mark.parametrize("gpu", ["K80", "H100 PCIe"])
+    @pytest.mark.parametrize("gpu", ["K80", "H100 PCIe", "V100"])
     def test_a_gpu_without_models_is_refused_with_those_that_have(self, gpu: str) -> None:
         with pytest.raises(ValueError, match="known are"):
             prediction.machines("A100", gpu)
