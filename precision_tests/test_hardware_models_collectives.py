@@ -116,7 +116,7 @@ def check_all_reduce(
         schedule = collectives.gloo_ring(count, fmt.dtype.itemsize, world_size)
         check.exact(got, collectives.all_reduce(values, schedule), name="gloo")
     else:
-        check.observe(matching(values, got), name="nccl")
+        observe_order(check, matching(values, got))
 
 
 def check_reduce_scatter(
@@ -137,7 +137,14 @@ def check_reduce_scatter(
         if torch.equal(torch.cat(collectives.reduce_scatter(values, trees)), got)
     ]
     nvls = torch.equal(collectives.nvls_all_reduce(values), got)
-    check.observe(found + (["nvls, ranks in order"] if nvls else []), name="nccl")
+    observe_order(check, found + (["nvls, ranks in order"] if nvls else []))
+
+
+def observe_order(check: Check, found: list[str]) -> None:
+    """Which of NCCL's sums has these bits; if none has, the models say nothing of this device."""
+    check.observe(found, name="nccl")
+    if not found:
+        pytest.skip("no modelled sum has the bits of NCCL's: its order here is unknown")
 
 
 @pytest.mark.models
