@@ -280,6 +280,39 @@ def all_kinds() -> UserModel:
     return user(AllKinds(), optimizer=functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9))
 
 
+class Rotary(nn.Module):
+    """Rotary positions by a complex buffer, as Llama's own code has them; and one in float64."""
+
+    freqs: Tensor
+    shift: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(TOKENS, WIDTH)
+        self.head = nn.Linear(WIDTH, TOKENS)
+        angles = torch.outer(torch.arange(16.0), 0.1 ** torch.arange(WIDTH // 2))
+        self.register_buffer("freqs", torch.polar(torch.ones_like(angles), angles))
+        self.register_buffer("shift", torch.ones((), dtype=torch.float64) / 3.0)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        pairs = self.embedding(tokens).unflatten(-1, (-1, 2)).contiguous()
+        turned = torch.view_as_complex(pairs) * self.freqs[: tokens.shape[1]]
+        return self.head(torch.view_as_real(turned).flatten(-2) + self.shift)
+
+
+def rotary() -> UserModel:
+    return user(Rotary())
+
+
+def another_model() -> UserModel:
+    remembered = Model()
+    return user(remembered, loss=lambda model, batch: loss(remembered, batch))
+
+
+def sixteen_bit_parameters() -> UserModel:
+    return user(Rotary().bfloat16())
+
+
 # --- what cannot be checked ---------------------------------------------------------------------
 
 

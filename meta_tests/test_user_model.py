@@ -78,6 +78,7 @@ def test_without_the_option_there_are_no_checks_of_it(repository: Repository) ->
     ("spec", "text"),
     [
         ("nowhere:factory", "there is no module nowhere; run pytest from the folder that holds it"),
+        ("own_models:sixteen_bit_parameters", "parameters are torch.bfloat16; build the model in"),
         ("own_models:two_things", "the factory returned a tuple of 2; return (model, loss"),
     ],
 )
@@ -216,3 +217,21 @@ def test_a_wrapper_s_names_go_and_the_model_s_own_stay() -> None:
     names = ("submodule.weight", "module.weight", "blocks.0._orig_mod.up", "_orig_mod.module.bias")
     found = user_ranks.clean(dict.fromkeys(names))
     assert list(found) == ["submodule.weight", "module.weight", "blocks.0.up", "module.bias"]
+
+
+def test_complex_buffers_and_wide_ones_keep_what_they_hold() -> None:
+    user = load(f"{MODELS}:rotary")
+    own, widened = (dict(fresh(user, CPU, widened=w).named_buffers()) for w in (False, True))
+    for name, dtype in (("freqs", torch.complex128), ("shift", torch.float64)):
+        assert torch.equal(own[name], dict(user.model.named_buffers())[name])
+        assert torch.equal(widened[name], own[name].to(dtype))
+    truth = Truth(user, CPU)
+    found = errors(run_step(user, fresh(user, CPU)).quantities(), truth.step.quantities())
+    limits = truth.limits(FP32)
+    assert all(found[name] <= limits[name] for name in found)
+
+
+def test_a_loss_of_another_model_is_told_so() -> None:
+    user = load(f"{MODELS}:another_model")
+    with pytest.raises(UserModelError, match="must run the model that it is given"):
+        run_step(user, fresh(user, CPU))

@@ -134,3 +134,11 @@ def test_a_hybrid_mesh_outlives_the_group_that_it_was_made_in(pool: RankPool) ->
     # The third mesh of a group, then the first of another: subgroups are named by a counter.
     for world_size, wrapping in (*others, (4, hybrid), (2, Wrapping("fully_shard")), (4, hybrid)):
         assert pool.run(unscaled, world_size, wrapping) == [1.0] * world_size
+
+
+def test_what_is_gone_has_changed() -> None:
+    """Moments that a checkpoint lost; zeros and nothing are the same."""
+    whole = {"exp_avg": {"w": torch.ones(2), "b": torch.zeros(1)}}
+    assert changed([whole], [{"exp_avg": {}}]) == ["copy 0: exp_avg of w"]
+    assert changed([{"exp_avg": {}}], [whole]) == ["copy 0: exp_avg of w"]
+    assert changed([whole], [whole]) == []
