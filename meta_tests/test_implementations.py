@@ -87,7 +87,7 @@ def test_what_cannot_be_meant_is_refused(arguments: list[str], message: str) -> 
 @pytest.mark.parametrize(
     ("kernel", "message"),
     [
-        ("no_such_module:gelu", "No module named 'no_such_module'; is the folder"),
+        ("no_such_module:gelu", "No module named 'no_such_module'; run pytest from the folder"),
         ("math:gelu", "math:gelu: module math has no gelu"),
         ("math:pi", "math:pi is a float, which cannot be called"),
     ],

@@ -160,6 +160,9 @@ class TestBound:
             repeated = COUNT - len(got.unique())
             limit = seed_layers_bounds.collisions(COUNT, 2**23)
             self._near(check, float(repeated), 0.0, limit, "distinct")
+        if fmt in (BF16, FP16):
+            expected, limit = seed_layers_bounds.distinct_in_16_bit(COUNT, law, fmt)
+            self._near(check, float(len((got + 0.0).unique())), expected, limit, "distinct")
 
     def _near(self, check: Check, got: float, want: float, bound: Bound, name: str) -> None:
         pair = (torch.tensor([number], dtype=torch.float64) for number in (got, want))
