@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from pathlib import Path
 
 from fixtures import fresh_process
 
@@ -19,6 +21,19 @@ def end(code: int) -> None:
     if code < 0:
         os.kill(os.getpid(), -code)
     raise SystemExit(code)
+
+
+def start_one_and_die(marker: str) -> None:
+    started = fresh_process.start(outlive, marker, environ={}, alteration=HONEST)
+    deadline = time.monotonic() + 60
+    while started and not Path(marker).exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def outlive(marker: str) -> None:
+    Path(marker).write_text(str(os.getpid()))
+    time.sleep(60)
 
 
 def is_injected() -> bool:
@@ -48,3 +63,14 @@ def test_a_fault_is_in_it_too() -> None:
         for alteration in (HONEST, fault)
     ]
     assert ended == [False, True]
+
+
+def test_it_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    marker = tmp_path / "pid"
+    parent = fresh_process.start(start_one_and_die, str(marker), environ={}, alteration=HONEST)
+    parent.process.wait()  # its output stays open as long as its own child lives
+    child, deadline = int(marker.read_text()), time.monotonic() + 20
+    while Path(f"/proc/{child}").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not Path(f"/proc/{child}").exists()
+    assert parent.wait().how == "was ended by SIGKILL"
