@@ -116,8 +116,8 @@ class TestHistory:
 
 class TestLevels:
     def test_slow_drift_is_seen_by_the_trend_alone(self) -> None:
-        """0.04 decades a step, less than half a step's noise, which the running mean follows."""
-        alarms = judged(Calibrated(steps=1500, window=25), noisy(1200, drift=0.04, start=1000))
+        """0.08 decades a step, less than a step's noise, which the running mean follows."""
+        alarms = judged(Calibrated(steps=1500, window=25), noisy(1200, drift=0.08, start=1000))
         assert {(a.level, a.parameter) for a in alarms} == {("trend", "c")}
         assert alarms[0].step < 1100
 
