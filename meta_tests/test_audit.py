@@ -18,6 +18,7 @@ from fixtures.audit.audit import Audit, AuditStopped
 from fixtures.audit.fingerprint import Fingerprint, Measure
 from fixtures.audit.fixed import Fixed, Limits
 from fixtures.audit.history import History, Moments
+from fixtures.audit.probes import length_deviation, prediction_figures
 from fixtures.audit.protocol import Alarm, AnyProtocol, Calibrated, Observation
 from fixtures.distributed.pool import RankPool
 from fixtures.distributed.ranks import Rank
@@ -194,6 +195,23 @@ class TestBounds:
 
     def test_clean_runs_that_are_equal_allow_nothing(self) -> None:
         assert audit_bounds.of_clean_runs([0.0, 0.0, 0.0], 1e-6) == 0
+
+
+class TestProbes:
+    def test_figures_of_two_predictions(self) -> None:
+        reference = torch.tensor([[0.0, 0.0], [0.0, math.log(3.0)]])  # 1/2 1/2; 1/4 3/4
+        logits = torch.tensor([[0.0, math.log(3.0)], [0.0, math.log(3.0)]])
+        found = prediction_figures(logits, reference)
+        kl = 0.5 * math.log(2.0) + 0.5 * math.log(2.0 / 3.0)
+        assert found == pytest.approx({"kl": kl / 2, "agreement": 0.5})
+        assert prediction_figures(logits, logits) == {"kl": 0.0, "agreement": 1.0}
+
+    def test_other_prompts_are_refused(self) -> None:
+        with pytest.raises(ValueError, match=r"\(2, 3\) and \(2, 4\)"):
+            prediction_figures(torch.zeros(2, 3), torch.zeros(2, 4))
+
+    def test_length_deviation(self) -> None:
+        assert length_deviation([1, 3]) == 1.0
 
 
 # --- the circuit breaker -------------------------------------------------------------------------
