@@ -117,7 +117,7 @@ def test_watching_changes_no_bit(check: Check, device: Device, watched: GetRun) 
     check.exact(run.events, [], name="events")
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", NEEDS_CLEAN_RUN)
 def test_fault_is_named_and_undone(
     check: Check, device: Device, watched: GetRun, change: str
 ) -> None:
