@@ -14,7 +14,7 @@ venv = $(VENVS)/$(subst ==,-,$(1))
 RUN  = $(if $(USE),$(USE),$(call venv,$(TORCH))/bin/python)
 NEED = $(if $(USE),,$(call venv,$(TORCH))/ready)
 
-.PHONY: gate test upgrade golden faults bench predict clean honest
+.PHONY: gate test upgrade golden faults bench predict twins clean honest
 
 gate: honest $(NEED)  ## check the torch that is installed; prints the matrix, writes a record
 	$(RUN) -m pytest -n $(WORKERS)
@@ -40,6 +40,9 @@ faults: $(NEED)  ## the detection score; FULL=1 runs every node under every faul
 predict: $(NEED)  ## make predict FROM=A100 TO=H100: what a change of GPU will change, and why; MODEL=package.module:factory for yours
 	@test -n "$(FROM)" -a -n "$(TO)" || { echo 'usage: make predict FROM=A100 TO=H100'; exit 4; }
 	$(RUN) -m fixtures.prediction $(FROM) $(TO) $(if $(MODEL),--model $(MODEL))
+
+twins: $(NEED)  ## one training run on two code paths of the CPU: where they part first, and by how much
+	$(RUN) -m fixtures.audit.twins
 
 bench: $(NEED)  ## speed, as ratios within one run
 	$(RUN) -m fixtures.bench

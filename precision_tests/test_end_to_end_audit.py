@@ -1,0 +1,225 @@
+"""Training that is watched: fingerprints of the gradients, alarms, and the way back.
+
+What goes wrong: a gradient changes its sign, its scale or its direction by little, in one layer, on
+one rank, in one step; the loss shows it late or never. Or the watcher itself changes the run, stops
+some ranks and not others, or goes back to a state that is not the one that was.
+
+A fault is planted into the gradient of one parameter in one step. Held exactly: a watched run has
+the bits of one that is not; the alarm comes in that step and names that parameter, on all ranks;
+after the return the run ends with the bits of the clean one, dropout masks included. Fingerprints
+taken on shards are those of the whole (docs/theory/audit.md).
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from fixtures.audit import fingerprint, fixed
+from fixtures.audit.checkpoints import path_of
+from fixtures.audit.fingerprint import Fingerprint
+from fixtures.check import Check
+from fixtures.devices import Device
+from fixtures.distributed import wrapping as wrappers
+from fixtures.distributed.ranks import Rank, RunRanks
+from fixtures.distributed.wrapping import Tensors, Wrapping
+from fixtures.numerics import audit_bounds
+from fixtures.numerics.formats import FP32
+from fixtures.training import audited
+from fixtures.training.audited import CHANGES, Carrier, Planted, Ran
+from fixtures.training.wrapped_checks import changed
+
+WRAPPINGS = {
+    "ddp": Wrapping("ddp"),
+    "fully_shard": Wrapping("fully_shard"),
+    "fully_shard-2x2": Wrapping("fully_shard", replicas=2),
+    "fsdp1": Wrapping("fsdp1"),
+    "fsdp1-flat": Wrapping("fsdp1", flat=True),
+}
+ALONE = Wrapping("none")
+WHERE = "blocks.1.attention.query.weight"
+STEPS, WHEN, SAVED = 130, 120, 50  # the fault comes in step 120; checkpoints at 0, 50, 100
+RANK_STEPS, RANK_WHEN, RANK_SAVED = 6, 5, 3  # over ranks: a clean run is compared with at once
+ON_RANKS = "blocks.1.mlp.down.bias"  # of which the last rank holds a part, however it is cut
+
+# What no history shows: it does not leave the range in which gradients of batches differ.
+NEEDS_CLEAN_RUN = ("negated", "times-1.05", "doubled", "rotated")
+
+
+GetRun = Callable[..., Ran]
+
+
+def ends(runs: Sequence[Ran]) -> list[dict[str, Tensors]]:
+    return wrappers.copies_of([run.end for run in runs])
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> GetRun:
+    """Runs of one process, under the audit; the clean one is made once, and recorded."""
+    folder = tmp_path_factory.mktemp("audited")
+
+    @cache
+    def run(device: torch.device, planted: Planted | None = None, compared: bool = False) -> Ran:
+        own, clean = folder / f"{planted and planted.change}-{compared}", folder / "clean"
+        if planted:
+            run(device)  # the clean one: the faulty ones part from its last checkpoint
+            last = path_of(clean, WHEN // SAVED * SAVED)
+            shutil.copytree(last, own / last.name)
+        return audited.run(
+            Rank(0, 1, device),
+            ALONE,
+            audited.initial(),
+            STEPS,
+            str(own if planted else clean),
+            planted,
+            str(clean) if compared else "",
+            save_every=SAVED,
+            record=planted is None,
+            resume=planted is not None,
+        )
+
+    return run
+
+
+def check_undone(
+    check: Check, runs: Sequence[Ran], clean: Sequence[Ran], planted: Planted, saved: int
+) -> None:
+    """Every rank knows the alarm, went back to the same step, and ended as if nothing had been."""
+    back = planted.step // saved * saved
+    for rank, run in enumerate(runs):
+        named = {(step, level, name) for step, _, level, name in run.alarms}
+        name = f"rank{rank}"
+        check.exact(named, {(planted.step, "step", planted.parameter)}, name=f"{name}-alarms")
+        did = [(planted.step, "alarm", None), (planted.step, "rolled back", back)]
+        check.exact(run.events, did, name=f"{name}-did")
+        check.exact(run.order.count(planted.step), 2, name=f"{name}-turns")
+    same = [
+        run.losses.items() <= other.losses.items() for run, other in zip(runs, clean, strict=True)
+    ]
+    check.exact(same, [True] * len(runs), name="losses")
+    check.exact(changed(ends(clean), ends(runs)), [], name="end")
+
+
+# --- one process ----------------------------------------------------------------------------------
+
+
+def test_watching_changes_no_bit(check: Check, device: Device, watched: GetRun) -> None:
+    """Full fingerprints at steps 0 and 100, light ones at the others, three checkpoints."""
+    plain = audited.run(Rank(0, 1, device.torch), ALONE, audited.initial(), STEPS)
+    run = watched(device.torch)
+    check.exact(changed(ends([plain]), ends([run])), [], name="end")
+    check.exact(run.losses, plain.losses, name="losses")
+    check.exact(run.events, [], name="events")
+
+
+@pytest.mark.parametrize("change", NEEDS_CLEAN_RUN)
+def test_fault_is_named_and_undone(
+    check: Check, device: Device, watched: GetRun, change: str
+) -> None:
+    """Against a clean run of this environment."""
+    planted = Planted(change, WHERE, WHEN)
+    run = watched(device.torch, planted, True)
+    check_undone(check, [run], [watched(device.torch)], planted, SAVED)
+
+
+@pytest.mark.parametrize("change", [name for name in CHANGES if name not in NEEDS_CLEAN_RUN])
+def test_gross_fault_is_named_and_undone_without_a_clean_run(
+    check: Check, device: Device, watched: GetRun, change: str
+) -> None:
+    """By the run's own history alone."""
+    planted = Planted(change, WHERE, WHEN)
+    check_undone(check, [watched(device.torch, planted)], [watched(device.torch)], planted, SAVED)
+
+
+# --- over ranks -----------------------------------------------------------------------------------
+
+RANKED = [(2, name) for name in WRAPPINGS if "2x2" not in name]
+RANKED += [(4, name) for name in ("fully_shard", "fully_shard-2x2")]
+ranked = pytest.mark.parametrize(
+    ("world_size", "implementation"), RANKED, ids=[f"w{w}-{name}" for w, name in RANKED]
+)
+
+
+@ranked
+def test_all_ranks_stop_and_go_back_together(
+    check: Check, ranks: RunRanks, tmp_path: Path, world_size: int, implementation: str
+) -> None:
+    """The gradient that the last rank holds is doubled there alone."""
+    wrapping = WRAPPINGS[implementation]
+    inputs = (wrapping, audited.initial(), RANK_STEPS)
+    options = {"save_every": RANK_SAVED}
+    clean = ranks(audited.run, world_size, *inputs, str(tmp_path / "clean"), record=True, **options)
+    where = "blocks.1._flat_param" if wrapping.flat else ON_RANKS
+    planted = Planted("doubled", where, RANK_WHEN, world_size - 1)
+    folders = (str(tmp_path / "faulty"), planted, str(tmp_path / "clean"))
+    runs = ranks(audited.run, world_size, *inputs, *folders, **options)
+    check_undone(check, runs, clean, planted, RANK_SAVED)
+
+
+@ranked
+def test_fingerprint_of_shards_is_that_of_the_whole(
+    check: Check, ranks: RunRanks, world_size: int, implementation: str
+) -> None:
+    """Nothing is gathered for it; the parts are put together here, in one process."""
+    wrapping = WRAPPINGS[implementation]
+    prints, held = zip(
+        *ranks(audited.printed, world_size, wrapping, audited.initial()), strict=True
+    )
+    copies = wrappers.copies_of(held)
+    for rank, (got, own) in enumerate(zip(prints, held, strict=True)):
+        whole = audited.as_held(copies[own.place.copy]["gradient"], own.layout)
+        want = fingerprint.take(Carrier(whole), 0, full=True)
+        name = f"rank{rank}"
+        for what in ("checksum", "top", "tied"):
+            check.exact(each(got, what), each(want, what), name=f"{name}-{what}")
+        check.within(
+            audited.sums(got),
+            audited.sums(want),
+            audited.sums_bound(whole),
+            name=f"{name}-sums",
+        )
+
+
+def each(of: Fingerprint, what: str) -> dict[str, object]:
+    return {name: getattr(measure, what) for name, measure in of.measures.items()}
+
+
+# --- what a fingerprint tells apart ---------------------------------------------------------------
+
+
+NATURE = {
+    "negated": ("sign",),
+    "times-1.05": ("scale",),
+    "doubled": ("scale",),
+    "rotated": ("direction",),
+}
+
+
+@pytest.mark.parametrize("change", NATURE)
+@pytest.mark.parametrize("where", [WHERE, "head.weight"])
+def test_fingerprint_reports_what_a_cosine_does_not(check: Check, change: str, where: str) -> None:
+    """A change of one layer, reported there and nowhere else, where every element of the others
+    was rounded to float32 once more; and what the change was."""
+    gradients = audited.gradients_in_float64()
+    reference = fingerprint.take(Carrier(gradients), 0, full=True)
+    rounded = {name: gradient.float().double() for name, gradient in gradients.items()}
+    rounded[where] = CHANGES[change](gradients[where])
+    carrier = Carrier(rounded)
+    got = fingerprint.take(carrier, 0, full=True)
+    u, chance = FP32.unit_roundoff, audit_bounds.FALSE_ALARM
+    reported = fingerprint.beyond(reference, got, u, chance)
+    check.exact(list(reported), [where], name="reported")
+    check.exact(fingerprint.nature(reported[where], u, chance), NATURE[change], name="nature")
+    cosine = torch.cosine_similarity(one_vector(reference), one_vector(got), dim=0)
+    check.exact(bool(cosine < fixed.Limits().cosine), False, name="cosine-reports")
+
+
+def one_vector(of: Fingerprint) -> torch.Tensor:
+    """Norms, indices of the largest elements, shares of the spectrum, whatever their units."""
+    rows = [(m.log10_norm, *m.top[:10], *m.spectrum) for m in of.measures.values()]
+    return torch.tensor([number for row in rows for number in row], dtype=torch.float64)
