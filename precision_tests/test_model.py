@@ -99,7 +99,7 @@ def test_gradients_are_derivatives(check: Check, user: UserModel, device: Device
     check.within_figures(
         found,
         limits,
-        torch.tensor(0.0),
+        torch.tensor(list(found.values()), dtype=torch.float64),
         theorem="difference quotient",
         source="fixtures/numerics/derivative_bounds.py",
         hint=lambda: (
