@@ -175,6 +175,15 @@ def test_no_name_breaks_the_pdf() -> None:
     assert writing.WRITERS["report.pdf"](hostile())
 
 
+def test_texts_of_any_length_and_figures_of_any_size_are_written() -> None:
+    figures = {"margins": {"a.0.w": float("inf"), "a.1.w": float("nan"), "a.2.w": 1e300}}
+    flow = case("flow", promise="flow", figures=figures, outcome="outside", reason="x" * 100_000)
+    of = found(flow, case("y" * 3000, margin=1e300, outcome="outside", reason="z " * 50_000))
+    assert all(text_of(name, of) for name in ("report.html", "junit.xml"))
+    assert len(text_of("summary.md", of)) < 5000
+    assert writing.WRITERS["report.pdf"](of)
+
+
 def test_junit_can_be_parsed_whatever_the_names() -> None:
     root = ET.fromstring(text_of("junit.xml", hostile()))
     [failure] = root.iter("failure")
@@ -190,7 +199,13 @@ def test_junit_counts_what_failed_what_is_missing_and_what_was_skipped() -> None
     root = ET.fromstring(text_of("junit.xml", findings.find(new, title="a run")))
     assert root.tag == "testsuites"
     numbers = ("tests", "failures", "errors", "skipped")
-    assert [root.get(name) for name in numbers] == ["5", "1", "1", "1"]
+    assert {name: root.get(name) for name in {*root.keys()} - {"name", "time"}} == {
+        "tests": "5",
+        "failures": "1",
+        "errors": "1",
+    }
+    for element in root.iter():  # milliseconds are the schema's finest
+        assert re.fullmatch(r"\d+\.\d{3}", element.get("time", "0.000"))
     suites = {s.get("name"): [s.get(name) for name in numbers] for s in root}
     assert suites == {"gelu.op": ["4", "1", "0", "1"], "gelu.bound": ["1", "0", "1", "0"]}
     for element in root.iter("testcase"):
@@ -221,6 +236,30 @@ def test_the_heat_map_shows_the_worst_case_of_each_parameter_and_what_is_outside
     )
     assert [spot.margin for spot in heat.spots.values()] == [0.5, 2.5, 0.5]
     assert heat.finding.startswith("1 of 3 parameters are outside their bound; blocks.1.mlp.up")
+
+
+def test_heat_maps_of_whole_steps_show_gradients_alone() -> None:
+    """Not the loss, outputs, prompts or parameters that the same checks hold to their bounds."""
+
+    def whole(name: str, *figures: str) -> Case:
+        margins = dict.fromkeys(figures, 0.5)
+        return case(name, node="end_to_end", promise="training", figures={"margins": margins})
+
+    maps = found(
+        whole("kl", "a_prompt", "step 3"),
+        whole("parameter", "step 3, head.weight"),
+        whole("gradient", "step 3, blocks.0.up.weight"),
+        whole("step", "loss", "gradient/norm.bias", "output/blocks.0"),
+        whole("model", "loss", "output of norm", "gradient of blocks.1.up.weight"),
+        whole("trace", "step19/gradient/head.weight", "step19/parameter/head.bias"),
+    ).heat
+    [shown] = maps
+    assert sorted(spot.parameter for spot in shown.spots.values()) == [
+        "blocks.0.up.weight",
+        "blocks.1.up.weight",
+        "head.weight",
+        "norm.bias",
+    ]
 
 
 def test_drift_comes_with_the_size_of_every_move() -> None:

@@ -36,6 +36,11 @@ class Finding:
     ulps: float | None = None
     moves: Mapping[str, int] = field(default_factory=dict)
 
+    @property
+    def line(self) -> str:
+        """The detail in one line that a table can hold."""
+        return cut(self.detail.partition("\n")[0], 300)
+
 
 @dataclass(frozen=True)
 class Findings:
@@ -181,6 +186,11 @@ def _found(
 def rerun_command(tests: Iterable[str], options: str = "") -> str:
     """The command that measures tests again, quoted for a shell."""
     return "python -m pytest " + " ".join(shlex.quote(test) for test in tests) + options
+
+
+def cut(text: str, most: int) -> str:
+    """At most ``most`` characters of a text."""
+    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def _finding(judgement: Judgement, again: str) -> Finding:

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from fixtures.nodes import AREA_IDS
 from fixtures.verdict import Judgement
 
+_GRADIENT = re.compile(r"^(?:.*\bgradient(?:/| of )|step \d+, )(.+)$")
 _BLOCK = re.compile(r"^(?:.*\.)?(\d+)\.(.+)$")
-_FORMATS = ("fp32", "bf16", "fp16", "fp64")
+_FORMATS = ("fp32", "bf16", "fp16", "mixed", "fp64")
 OUTSIDE = "outside blocks"
 
 
@@ -75,22 +76,38 @@ def heat_maps(judgements: Iterable[Judgement]) -> list[HeatMap]:
     groups: dict[tuple[str, str, str], list[Judgement]] = {}
     for judgement in judgements:
         case = judgement.case
-        whole_step = case.promise == "flow" or case.node in AREA_IDS
-        if not isinstance(case.figures.get("margins"), Mapping) or judgement.known:
-            continue
-        if not whole_step:
+        if judgement.known or not _gradients(judgement):
             continue
         title = case.node if case.node in AREA_IDS else "each node alone in a whole step"
         groups.setdefault((title, case.device, _format(case.dtype, case.name)), []).append(
             judgement
         )
     order = sorted(groups, key=lambda key: (key[0] in AREA_IDS, key[0], key[1], _rank(key[2])))
-    return [heat for key in order if (heat := _map(*key, groups[key])).spots]
+    return [_map(*key, groups[key]) for key in order]
+
+
+def _gradients(judgement: Judgement) -> dict[str, str]:
+    """Parameter by the name of the figure that is its gradient's.
+
+    The figures of a flow are named by the parameters. Those of whole steps say which are gradients;
+    the others are losses, outputs, parameters after a step, prompts.
+    """
+    case = judgement.case
+    names = case.figures.get("margins")
+    if not isinstance(names, Mapping):
+        return {}
+    if case.promise == "flow":
+        return {name: name for name in names}
+    if case.node not in AREA_IDS:
+        return {}
+    found = {name: _GRADIENT.match(name) for name in names if "gradient" in case.name + name}
+    return {name: match[1] for name, match in found.items() if match}
 
 
 def _format(dtype: str, name: str) -> str:
     """The format of a case; checks of whole steps name their policy instead."""
-    return dtype or next((f for f in ("bf16", "fp16", "fp32") if f in name), "any format")
+    named = [f for f in ("bf16", "fp16", "mixed", "fp32", "fp64") if f in name]
+    return dtype or (named or ["any format"])[0]
 
 
 def _rank(dtype: str) -> int:
@@ -101,9 +118,9 @@ def _map(title: str, device: str, dtype: str, judgements: Sequence[Judgement]) -
     spots: dict[tuple[str, str], Spot] = {}
     for judgement in judgements:
         figures = judgement.case.figures
-        for parameter, margin in figures["margins"].items():
-            place = _place(parameter)
-            error = figures.get("errors", {}).get(parameter, math.nan)
+        for name, parameter in _gradients(judgement).items():
+            margin, place = figures["margins"][name], _place(parameter)
+            error = figures.get("errors", {}).get(name, math.nan)
             if place not in spots or not margin <= spots[place].margin:
                 spots[place] = Spot(parameter, margin, error, judgement.case.id)
     layers = sorted({layer for layer, _ in spots}, key=_layer_order)

@@ -96,8 +96,7 @@ def _cases(title: str, found: Sequence[Finding]) -> list[str]:
         return []
     lines = [f"## {title} ({len(found)})\n"]
     lines += [
-        f"* {finding.verdict} {code(finding.id)}: {text(_first(finding.detail))}"
-        for finding in found[:SHOWN]
+        f"* {finding.verdict} {code(finding.id)}: {text(finding.line)}" for finding in found[:SHOWN]
     ]
     return [*lines, *_more(found), ""]
 
@@ -125,7 +124,3 @@ def _actions(findings: Findings) -> list[str]:
         f"1. **{text(action.finding)}**: {code(action.do)}: {text(action.why)}" for action in own
     )
     return ["## What to do\n", *rows, ""]
-
-
-def _first(detail: str) -> str:
-    return detail.partition("\n")[0]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fixtures.nodes import PROMISES
-from reports.findings import Finding, Findings, all_moves
+from reports.findings import Finding, Findings, cut, all_moves
 from reports.heat import HeatMap
 from reports.indicators import Indicator
 from reports.page import figure_text
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 SHOWN = 30
 """Rows of one list; the page has them all."""
 MAPS = 2
+_LONGEST = 600  # characters of a cell: a row has to fit on a page
 
 _INK, _SOFT, _LINE = (28, 30, 33), (92, 96, 104), (222, 220, 213)
 _TONES = {"good": (26, 107, 79), "bad": (176, 42, 28), "unsure": (138, 90, 0)}
@@ -151,7 +152,9 @@ def _table(paper: FPDF, rows: Sequence[Sequence[str]], widths: Sequence[int]) ->
             for cell in cells:
                 verdict = cell.partition(" ")[0]
                 colour = _COLOURS.get(verdict)
-                row.cell(_legal(cell), style=FontFace(color=colour) if colour else None)
+                row.cell(
+                    _legal(cut(cell, _LONGEST)), style=FontFace(color=colour) if colour else None
+                )
 
 
 def _indicators(paper: FPDF, rows: Iterable[Indicator]) -> None:
@@ -181,7 +184,7 @@ def _heat(paper: FPDF, heat: HeatMap) -> None:
 
 
 def _cases(paper: FPDF, found: Sequence[Finding]) -> None:
-    rows = [[f.verdict, f.id, f.detail.partition("\n")[0]] for f in found[:SHOWN]]
+    rows = [[f.verdict, f.id, f.line] for f in found[:SHOWN]]
     _table(paper, [["verdict", "case", "why"], *rows], (22, 45, 53))
     _rest(paper, found)
 
