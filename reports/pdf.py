@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fixtures.nodes import PROMISES
-from reports.findings import Finding, Findings, cut, all_moves
+from reports.findings import Finding, Findings, all_moves, cut
 from reports.heat import HeatMap
 from reports.indicators import Indicator
 from reports.page import figure_text
