@@ -6,8 +6,10 @@ some ranks and not others, or goes back to a state that is not the one that was.
 
 A fault is planted into the gradient of one parameter in one step. Held exactly: a watched run has
 the bits of one that is not; the alarm comes in that step and names that parameter, on all ranks;
-after the return the run ends with the bits of the clean one, dropout masks included. Fingerprints
-taken on shards are those of the whole (docs/theory/audit.md).
+after the return the run ends with the bits of the clean one, dropout masks included. What a step
+does not show is left to the other levels: a slow growth of one parameter to the trend, what
+becomes of a changed sign to the probe. Fingerprints taken on shards are those of the whole
+(docs/theory/audit.md).
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import torch
 from fixtures.audit import fingerprint, fixed
 from fixtures.audit.checkpoints import path_of
 from fixtures.audit.fingerprint import Fingerprint
+from fixtures.audit.probes import prediction_figures
 from fixtures.check import Check
 from fixtures.devices import Device
 from fixtures.distributed import wrapping as wrappers
@@ -31,7 +34,7 @@ from fixtures.distributed.wrapping import Tensors, Wrapping
 from fixtures.numerics import audit_bounds
 from fixtures.numerics.formats import FP32
 from fixtures.training import audited
-from fixtures.training.audited import CHANGES, Carrier, Planted, Ran
+from fixtures.training.audited import CHANGES, Carrier, Drift, Planted, Ran, Rerounded
 from fixtures.training.wrapped_checks import changed
 
 WRAPPINGS = {
@@ -46,6 +49,11 @@ WHERE = "blocks.1.attention.query.weight"
 STEPS, WHEN, SAVED = 130, 120, 50  # the fault comes in step 120; checkpoints at 0, 50, 100
 RANK_STEPS, RANK_WHEN, RANK_SAVED = 6, 5, 3  # over ranks: a clean run is compared with at once
 ON_RANKS = "blocks.1.mlp.down.bias"  # of which the last rank holds a part, however it is cut
+
+SLOWLY = 101  # the step from which a parameter grows by half a per cent each
+WINDOW = 4  # steps of the trend; the drift is in the second whole window at the latest
+PROBED = 110
+OTHERS = 8  # clean runs that round differently, from step 100 to 110
 
 # What no history shows: it does not leave the range in which gradients of batches differ.
 NEEDS_CLEAN_RUN = ("negated", "times-1.05", "doubled", "rotated")
@@ -62,10 +70,21 @@ def ends(runs: Sequence[Ran]) -> list[dict[str, Tensors]]:
 def watched(tmp_path_factory: pytest.TempPathFactory) -> GetRun:
     """Runs of one process, under the audit; the clean one is made once, and recorded."""
     folder = tmp_path_factory.mktemp("audited")
+    trend = {"window": WINDOW, "warmup_windows": 24}
 
     @cache
-    def run(device: torch.device, planted: Planted | None = None, compared: bool = False) -> Ran:
-        own, clean = folder / f"{planted and planted.change}-{compared}", folder / "clean"
+    def run(
+        device: torch.device,
+        planted: Planted | Drift | Rerounded | None = None,
+        compared: bool = False,
+        kl: float | None = None,
+        steps: int = STEPS,
+    ) -> Ran:
+        """The clean run; or one that parts from its last checkpoint, with a fault, compared with
+        its trail, or with its predictions within ``kl``."""
+        own, clean = folder / f"{planted}-{compared}-{kl}", folder / "clean"
+        probe = {} if kl is None else {"reference": run(device).logits}
+        limits = trend if kl is None else {**trend, "probe_limits": {"kl": kl}}
         if planted:
             run(device)  # the clean one: the faulty ones part from its last checkpoint
             last = path_of(clean, WHEN // SAVED * SAVED)
@@ -74,10 +93,13 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> GetRun:
             Rank(0, 1, device),
             ALONE,
             audited.initial(),
-            STEPS,
+            steps,
             str(own if planted else clean),
             planted,
             str(clean) if compared else "",
+            probed=PROBED,
+            limits=limits,
+            **probe,
             save_every=SAVED,
             record=planted is None,
             resume=planted is not None,
@@ -87,17 +109,22 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> GetRun:
 
 
 def check_undone(
-    check: Check, runs: Sequence[Ran], clean: Sequence[Ran], planted: Planted, saved: int
+    check: Check,
+    runs: Sequence[Ran],
+    clean: Sequence[Ran],
+    alarm: tuple[int, str, str],
+    saved: int,
 ) -> None:
-    """Every rank knows the alarm, went back to the same step, and ended as if nothing had been."""
-    back = planted.step // saved * saved
+    """Every rank knows the alarm (step, level, parameter), went back to the same step, and ended as
+    if nothing had been."""
+    step, back = alarm[0], alarm[0] // saved * saved
     for rank, run in enumerate(runs):
         named = {(step, level, name) for step, _, level, name in run.alarms}
         name = f"rank{rank}"
-        check.exact(named, {(planted.step, "step", planted.parameter)}, name=f"{name}-alarms")
-        did = [(planted.step, "alarm", None), (planted.step, "rolled back", back)]
+        check.exact(named, {alarm}, name=f"{name}-alarms")
+        did = [(step, "alarm", None), (step, "rolled back", back)]
         check.exact(run.events, did, name=f"{name}-did")
-        check.exact(run.order.count(planted.step), 2, name=f"{name}-turns")
+        check.exact(run.order.count(step), 2, name=f"{name}-turns")
     same = [
         run.losses.items() <= other.losses.items() for run, other in zip(runs, clean, strict=True)
     ]
@@ -124,7 +151,7 @@ def test_fault_is_named_and_undone(
     """Against a clean run of this environment."""
     planted = Planted(change, WHERE, WHEN)
     run = watched(device.torch, planted, True)
-    check_undone(check, [run], [watched(device.torch)], planted, SAVED)
+    check_undone(check, [run], [watched(device.torch)], (WHEN, "step", WHERE), SAVED)
 
 
 @pytest.mark.parametrize("change", [name for name in CHANGES if name not in NEEDS_CLEAN_RUN])
@@ -132,8 +159,32 @@ def test_gross_fault_is_named_and_undone_without_a_clean_run(
     check: Check, device: Device, watched: GetRun, change: str
 ) -> None:
     """By the run's own history alone."""
-    planted = Planted(change, WHERE, WHEN)
-    check_undone(check, [watched(device.torch, planted)], [watched(device.torch)], planted, SAVED)
+    run = watched(device.torch, Planted(change, WHERE, WHEN))
+    check_undone(check, [run], [watched(device.torch)], (WHEN, "step", WHERE), SAVED)
+
+
+def test_slow_growth_is_named_by_the_trend_alone(
+    check: Check, device: Device, watched: GetRun
+) -> None:
+    """Within two windows, before the next checkpoint would be safe."""
+    run = watched(device.torch, Drift(WHERE, SLOWLY, 0.005))
+    seen = min((step for step, *_ in run.alarms), default=STEPS)
+    check.exact(seen < SLOWLY + 2 * WINDOW, True, name="promised")
+    check_undone(check, [run], [watched(device.torch)], (seen, "trend", WHERE), SAVED)
+
+
+def test_changed_sign_is_seen_by_the_probe_alone(
+    check: Check, device: Device, watched: GetRun
+) -> None:
+    """One gradient's sign, in one step, without a trail: nine steps later the model predicts what
+    no clean run did that rounds differently."""
+    clean = watched(device.torch)
+    others = [watched(device.torch, Rerounded(seed), steps=PROBED + 1) for seed in range(OTHERS)]
+    figures = [prediction_figures(other.logits, clean.logits)["kl"] for other in others]
+    limit = audit_bounds.of_clean_runs(figures, audit_bounds.FALSE_ALARM)
+    check.exact([other.events for other in others], [[]] * OTHERS, name="others")
+    run = watched(device.torch, Planted("negated", WHERE, SLOWLY), kl=limit)
+    check_undone(check, [run], [clean], (PROBED, "end_to_end", ""), SAVED)
 
 
 # --- over ranks -----------------------------------------------------------------------------------
@@ -158,7 +209,7 @@ def test_all_ranks_stop_and_go_back_together(
     planted = Planted("doubled", where, RANK_WHEN, world_size - 1)
     folders = (str(tmp_path / "faulty"), planted, str(tmp_path / "clean"))
     runs = ranks(audited.run, world_size, *inputs, *folders, **options)
-    check_undone(check, runs, clean, planted, RANK_SAVED)
+    check_undone(check, runs, clean, (RANK_WHEN, "step", where), RANK_SAVED)
 
 
 @ranked
