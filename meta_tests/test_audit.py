@@ -1,27 +1,21 @@
-"""The protocol's levels, and the circuit breaker in a loop of its own."""
+"""The protocol's levels and their limits."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from fixtures.audit import checkpoints
-from fixtures.audit.audit import Audit, AuditStopped
 from fixtures.audit.fingerprint import Fingerprint, Measure
 from fixtures.audit.fixed import Fixed, Limits
 from fixtures.audit.history import History, Moments
-from fixtures.audit.probes import length_deviation, prediction_figures
+from fixtures.audit.probes import length_deviation, parameter_distance, prediction_figures
 from fixtures.audit.protocol import Alarm, AnyProtocol, Calibrated, Observation
-from fixtures.distributed.pool import RankPool
-from fixtures.distributed.ranks import Rank
 from fixtures.numerics import audit_bounds
 
 
@@ -210,146 +204,33 @@ class TestProbes:
         with pytest.raises(ValueError, match=r"\(2, 3\) and \(2, 4\)"):
             prediction_figures(torch.zeros(2, 3), torch.zeros(2, 4))
 
+    @pytest.mark.parametrize("off", [0.0, 0.9, 1.1, math.nan])
+    def test_parameters_are_as_close_as_assert_close_wants(self, off: float) -> None:
+        model = nn.Linear(3, 2)
+        reference = {name: p.detach().clone() for name, p in model.named_parameters()}
+        tolerance = 1e-5 + 1e-3 * reference["weight"][1, 2].abs()
+        with torch.no_grad():
+            model.weight[1, 2] += off * tolerance
+        found = parameter_distance(model, reference)["parameters"]
+        assert found == pytest.approx(off, abs=0.01, nan_ok=True)
+        try:
+            torch.testing.assert_close(model.weight, reference["weight"], atol=1e-5, rtol=1e-3)
+            close = True
+        except AssertionError:
+            close = False
+        alarms = Fixed().judge(seen(0, {"a": 1.0}, probe={"parameters": found}))
+        assert [alarm.level for alarm in alarms] == [] if close else ["end_to_end"]
+
+    def test_reference_of_another_model_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="has no parameter bias"):
+            parameter_distance(nn.Linear(2, 2), {"weight": torch.zeros(2, 2)})
+
+    def test_lengths_are_judged_where_a_limit_is_given(self) -> None:
+        probe = {"length_deviation": 3.0}
+        assert Fixed().judge(seen(0, {"a": 1.0}, probe=probe)) == []
+        limits = Limits(length_deviation=2.0)
+        (alarm,) = Fixed(limits).judge(seen(0, {"a": 1.0}, probe=probe))
+        assert (alarm.figure, alarm.limit) == ("deviation of the lengths", 2.0)
+
     def test_length_deviation(self) -> None:
         assert length_deviation([1, 3]) == 1.0
-
-
-# --- the circuit breaker -------------------------------------------------------------------------
-
-
-class Loop:
-    """Five lines of training, with dropout and a fault that can be switched on."""
-
-    def __init__(self, folder: Path, **options: Any) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        self.audit = Audit(self.model, self.optimizer, folder, save_every=4, **options)
-        self.order: list[int] = []
-
-    def run(self, steps: int, faults: list[int] | None = None) -> Tensor:
-        left = list(faults or [])
-        for step in self.audit.steps(steps):
-            self.order.append(step)
-            self.optimizer.zero_grad()
-            loss = self.model(torch.full((3, 4), step / 10)).square().mean()
-            loss.backward()
-            if step in left:
-                left.remove(step)
-                next(self.model.parameters()).grad.fill_(math.nan)
-            if not self.audit.stops(loss.detach()):
-                self.optimizer.step()
-        return torch.cat([p.detach().flatten() for p in self.model.parameters()])
-
-
-@pytest.mark.parametrize(
-    ("fault", "back"),
-    [(0, 0), (3, 0), (5, 0), (6, 4), (11, 8)],  # 4 and 8 are safe two steps later
-)
-def test_goes_back_to_the_last_safe_checkpoint(tmp_path: Path, fault: int, back: int) -> None:
-    clean = Loop(tmp_path / "clean").run(12)
-    loop = Loop(tmp_path / "faulty")
-    assert torch.equal(loop.run(12, [fault]), clean)
-    assert loop.order == [*range(fault + 1), *range(back, 12)]
-    (event,) = [event for event in loop.audit.events if event.what == "rolled back"]
-    assert (event.step, event.to_step) == (fault, back)
-    assert "stopped 1 ranks before the optimizer wrote" in event.text
-    lines = (tmp_path / "faulty" / "events.jsonl").read_text().splitlines()
-    assert [json.loads(line)["what"] for line in lines] == [e.what for e in loop.audit.events]
-
-
-def test_fault_that_comes_again_ends_the_run(tmp_path: Path) -> None:
-    loop = Loop(tmp_path)
-    with pytest.raises(AuditStopped, match="step 5 raised an alarm again after 2 returns"):
-        loop.run(12, [5, 5, 5])
-
-
-def test_two_safe_checkpoints_are_kept(tmp_path: Path) -> None:
-    Loop(tmp_path).run(30)
-    assert checkpoints.steps_in(tmp_path) == [20, 24, 28]
-
-
-def test_old_folder_is_refused_and_resumed(tmp_path: Path) -> None:
-    clean = Loop(tmp_path / "clean").run(12)
-    Loop(tmp_path / "two").run(9)
-    with pytest.raises(FileExistsError, match="resume=True"):
-        Loop(tmp_path / "two")
-    loop = Loop(tmp_path / "two", resume=True)
-    assert torch.equal(loop.run(12), clean)
-    assert loop.order == [8, 9, 10, 11]
-
-
-@pytest.mark.parametrize("damage", ["flipped", "missing", "truncated"])
-def test_damaged_checkpoint_is_named_and_an_earlier_one_taken(tmp_path: Path, damage: str) -> None:
-    clean = Loop(tmp_path / "clean").run(12)
-    loop = Loop(tmp_path / "faulty")
-    loop.run(11)
-    (path,) = (tmp_path / "faulty" / "step-000000008").glob("*.distcp")
-    content = path.read_bytes()
-    path.unlink()
-    if damage == "flipped":
-        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    elif damage == "truncated":
-        path.write_bytes(content[:-1])
-    assert torch.equal(loop.run(12, [11]), clean)
-    (said,) = [event.text for event in loop.audit.events if event.what == "damaged"]
-    assert str(path) in said
-    assert "take an earlier one" in said
-
-
-def test_crash_while_writing_leaves_no_checkpoint(tmp_path: Path, monkeypatch: Any) -> None:
-    loop = Loop(tmp_path)
-
-    def full_disk(*_: Any) -> None:
-        raise OSError("no space left")
-
-    monkeypatch.setattr(checkpoints, "write_whole", full_disk)
-    with pytest.raises(checkpoints.CheckpointError, match="rank 0: OSError: no space left"):
-        loop.run(1)
-    assert checkpoints.steps_in(tmp_path) == []
-
-
-def test_overflow_can_be_left_to_the_scaler(tmp_path: Path) -> None:
-    loop = Loop(tmp_path, overflow_skips=True)
-    loop.optimizer.step = lambda: None  # type: ignore[method-assign]
-    loop.run(3, [1])
-    assert loop.order == [0, 1, 2]
-
-
-def test_probe_runs_without_touching_the_generators(tmp_path: Path) -> None:
-    clean = Loop(tmp_path / "clean").run(12)
-    drawn = []
-
-    def probe() -> dict[str, float]:
-        drawn.append(float(torch.rand(1)))
-        return {"kl": 0.0}
-
-    assert torch.equal(Loop(tmp_path / "probed", probe=probe, probe_every=3).run(12), clean)
-    assert len(drawn) == 3
-
-
-# --- over ranks ----------------------------------------------------------------------------------
-
-
-def copies(rank: Rank, folder: str) -> tuple[list[int], list[str]]:
-    """Two copies of a model; at step 2 one of them alone gets another gradient."""
-    model = nn.Linear(3, 2, bias=False)
-    nn.init.ones_(model.weight)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    audit = Audit(model, optimizer, folder, save_every=2)
-    order: list[int] = []
-    for step in audit.steps(4):
-        model.weight.grad = torch.ones(2, 3)
-        if step == 2 and 2 not in order and rank.index == 1:
-            model.weight.grad[0, 0] = 1 + 2**-23
-        order.append(step)
-        if not audit.stops(1.0):
-            optimizer.step()
-    return order, [event.text for event in audit.events if event.what == "alarm"]
-
-
-def test_one_bit_on_one_of_two_ranks_stops_both(tmp_path: Path) -> None:
-    with RankPool(preload=[__name__]) as pool:
-        for order, (text,) in pool.run(copies, 2, str(tmp_path)):
-            assert order == [0, 1, 2, 0, 1, 2, 3]
-            assert "weight: gradients differ between copies of the model, on ranks [0, 1]" in text
