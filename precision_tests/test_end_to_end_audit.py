@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fixtures import fresh_process
 from fixtures.audit import fingerprint, fixed
 from fixtures.audit.checkpoints import path_of
 from fixtures.audit.fingerprint import Fingerprint
@@ -45,6 +46,7 @@ WRAPPINGS = {
     "fsdp1-flat": Wrapping("fsdp1", flat=True),
 }
 ALONE = Wrapping("none")
+CPU = torch.device("cpu")
 WHERE = "blocks.1.attention.query.weight"
 STEPS, WHEN, SAVED = 130, 120, 50  # the fault comes in step 120; checkpoints at 0, 50, 100
 RANK_STEPS, RANK_WHEN, RANK_SAVED = 6, 5, 3  # over ranks: a clean run is compared with at once
@@ -67,9 +69,14 @@ def ends(runs: Sequence[Ran]) -> list[dict[str, Tensors]]:
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory) -> GetRun:
+def clean_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("audited") / "clean"
+
+
+@pytest.fixture(scope="module")
+def watched(clean_folder: Path) -> GetRun:
     """Runs of one process, under the audit; the clean one is made once, and recorded."""
-    folder = tmp_path_factory.mktemp("audited")
+    clean = clean_folder
     trend = {"window": WINDOW, "warmup_windows": 24}
 
     @cache
@@ -82,7 +89,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> GetRun:
     ) -> Ran:
         """The clean run; or one that parts from its last checkpoint, with a fault, compared with
         its trail, or with its predictions within ``kl``."""
-        own, clean = folder / f"{planted}-{compared}-{kl}", folder / "clean"
+        own = clean.with_name(f"{planted}-{compared}-{kl}")
         probe = {} if kl is None else {"reference": run(device).logits}
         limits = trend if kl is None else {**trend, "probe_limits": {"kl": kl}}
         if planted:
@@ -161,6 +168,32 @@ def test_gross_fault_is_named_and_undone_without_a_clean_run(
     """By the run's own history alone."""
     run = watched(device.torch, Planted(change, WHERE, WHEN))
     check_undone(check, [run], [watched(device.torch)], (WHEN, "step", WHERE), SAVED)
+
+
+def test_fault_is_named_against_the_trail_of_other_instructions(
+    check: Check, watched: GetRun, clean_folder: Path, tmp_path: Path
+) -> None:
+    """The clean run took this CPU's instructions, this one takes torch's default ones: its distance
+    is no alarm, a gradient of 1.05 times its size is. No bit of the two runs is compared."""
+    watched(CPU)
+    planted = Planted("times-1.05", WHERE, WHEN)
+    ended = fresh_process.start(
+        audited.run_elsewhere,
+        *(audited.initial(), STEPS, str(tmp_path / "run"), planted, str(clean_folder)),
+        environ={"ATEN_CPU_CAPABILITY": "default"},
+        alteration=("", {}),
+    ).wait()
+    assert ended.result is not None, f"a run in a fresh process {ended.how}:\n{ended.output}"
+    capability, run = ended.result
+    if capability == torch.backends.cpu.get_cpu_capability():
+        pytest.skip(f"torch has no other instructions for this CPU than {capability}")
+    check.exact(
+        [(step, level, name) for step, _, level, name in run.alarms],
+        [(WHEN, "step", WHERE)],
+        name="alarms",
+    )
+    check.exact(run.events, [(WHEN, "alarm", None), (WHEN, "rolled back", 100)], name="did")
+    check.exact(run.order, [*range(WHEN + 1), *range(100, STEPS)], name="turns")
 
 
 def test_slow_growth_is_named_by_the_trend_alone(
