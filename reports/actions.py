@@ -13,6 +13,7 @@ from typing import Any
 
 from fixtures import verdict
 from fixtures.verdict import Judgement, Verdict
+from reports.indicators import count
 from reports.remedies import CHANGED, FAILED, KNOWN, UNVERIFIED, Remedy
 
 
@@ -69,7 +70,7 @@ def actions_for(
     if failed:
         actions.append(
             Action(
-                f"{len(failed)} cases outside their bound, or moved without a reason",
+                f"{count(len(failed), 'case')} outside the bound, or moved without a reason",
                 f"python -m pytest --lf{rerun}",
                 "measures just these again; an error that stays is in the framework or in what "
                 "stands below it, one that goes was not repeatable",

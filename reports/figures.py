@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 _INK = "#010203"  # stands for the colour of the text around an SVG
 _DARK = "#101010"  # on a light cell, whatever the page's colours
 _CELL = 0.34  # inches a row takes
-_TOP = 0.5  # the scale's least end: where all is well nothing glows
+_TOP, _MOST = 0.5, 2.0  # the scale's end: where all is well nothing glows, and one cell hides none
+_MANY = 12  # layers beyond which a cell is too narrow for its figure
 _LONGEST = 40  # characters of a name
 _PLURAL = {"weight": "weights", "bias": "biases"}
 
@@ -40,14 +41,16 @@ def heat_figure(heat: HeatMap) -> Figure:
     own = [module for layer, module in heat.spots if layer == OUTSIDE]
     panels = [panel for panel in panels if panel[1]]
     rows = max([len(modules) for _, modules, _ in panels] + [len(own)])
-    widths = [max(1.4, 0.55 * len(layers)) for _, _, layers in panels] + [0.8] * bool(own)
+    widths = [
+        max(1.4, (0.55 if len(layers) <= _MANY else 0.14) * len(layers)) for _, _, layers in panels
+    ] + [0.8] * bool(own)
     labels = [modules for _, modules, _ in panels] + [own] * bool(own)
     beside = sum(0.3 + 0.075 * max(len(_short(name)) for name in names) for names in labels)
     size = (sum(widths) + beside + 0.9, _CELL * rows + 0.8)
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
-    # Up to the worst finite margin: what stands out below the limit is to be seen.
-    top = max(_TOP, *(s.margin for s in heat.spots.values() if math.isfinite(s.margin)))
+    # Up to the worst margin: what stands out below the limit is to be seen.
+    top = min(max([_TOP, *(s.margin for s in heat.spots.values() if s.margin >= 0)]), _MOST)
     image: Any = None
     for axis, (kind, modules, layers) in zip(axes, panels, strict=False):
         names = [module.removesuffix(f".{kind}") for module in modules]
@@ -88,15 +91,16 @@ def _grid(
     for row, module in enumerate(modules):
         for column, layer in enumerate(layers):
             if spot := heat.spots.get((layer, module)):
-                margins[row, column] = spot.margin
-    shown = np.where(np.isinf(margins), top, margins)
+                margins[row, column] = math.inf if math.isnan(spot.margin) else spot.margin
+    shown = np.minimum(margins, top)
     image = axis.imshow(shown, cmap="cividis", vmin=0, vmax=top, aspect="auto")
-    axis.set_xticks(range(len(layers)), columns, fontsize=9)
+    every = -(-len(layers) // _MANY)
+    axis.set_xticks(range(0, len(layers), every), columns[::every], fontsize=9)
     axis.set_yticks(range(len(modules)), [*map(_short, names)], fontsize=9, parse_math=False)
     axis.tick_params(length=0)
     for spine in axis.spines.values():
         spine.set_visible(False)
-    small = len(layers) > 12
+    small = len(layers) > _MANY
     for (row, column), margin in np.ndenumerate(margins):
         if np.isnan(margin):
             continue

@@ -123,8 +123,6 @@ FAILED: tuple[Remedy, ...] = (
 
 # --- a field of the environment that changed, where something moved -------------------------------
 
-_ONE_BY_ONE = "set it back alone and record again: what still moves has another cause"
-
 CHANGED: tuple[Remedy, ...] = (
     Remedy(
         ("torch", "torch_git"),
@@ -136,12 +134,14 @@ CHANGED: tuple[Remedy, ...] = (
         "ATEN_CPU_CAPABILITY=avx2 (or default) on both sides",
         "torch's own CPU kernels then take the same vector width on both machines",
     ),
+    # oneMKL Developer Guide, "Getting Started with Conditional Numerical Reproducibility"
     Remedy(
         ("cpu", "mkl", "MKL_*"),
         "MKL_CBWR=AVX2 on both sides",
         "MKL then takes one code path on every Intel CPU that has AVX2 (Conditional Numerical "
         "Reproducibility); other vendors' CPUs take MKL's own choice",
     ),
+    # oneDNN Developer Guide 2024.2, "CPU Dispatcher Control" and "Floating-point Math Mode"
     Remedy(
         ("onednn", "ONEDNN_*", "DNNL_*", "mkldnn_enabled"),
         "ONEDNN_MAX_CPU_ISA=AVX2 on both sides; ONEDNN_DEFAULT_FPMATH_MODE unset or STRICT",
@@ -198,15 +198,20 @@ CHANGED: tuple[Remedy, ...] = (
         "benchmarking may choose another algorithm in each process",
         names=("torch.backends.cudnn.benchmark", "torch.backends.cudnn.deterministic"),
     ),
+    # cuBLAS documentation, 2.1.4 "Results Reproducibility"
     Remedy(
         ("CUBLAS*_WORKSPACE*",),
         "CUBLAS_WORKSPACE_CONFIG=:4096:8 on both sides, before CUDA starts",
-        "a fixed workspace makes cuBLAS choose the same algorithm on every stream",
+        "cuBLAS may otherwise take other internal workspaces, and kernels, where streams run side "
+        "by side",
     ),
+    # github.com/NVIDIA/nccl at 5067397 (2.30), docs/userguide/source/env.rst
     Remedy(
         ("NCCL_*", "nccl", "hosts"),
-        "NCCL_ALGO=Ring NCCL_PROTO=Simple NCCL_NVLS_ENABLE=0 on both sides",
-        "algorithm and protocol decide in which order ranks are added; " + _ONE_BY_ONE,
+        "NCCL_ALGO=Ring NCCL_PROTO=Simple NCCL_NVLS_ENABLE=0 on both sides, while you compare",
+        "algorithm and protocol decide in which order ranks are added, NVLink SHARP adds in the "
+        "switch; NCCL advises against NCCL_PROTO but for a search like this one. Set one at a "
+        "time: what still moves has another cause",
     ),
     Remedy(
         ("gpu", "capability", "multiprocessors", "driver", "cuda", "cublas", "cudnn"),
