@@ -29,12 +29,13 @@ from fixtures.hardening import host
 from fixtures.hardening.computations import Seen, measure, measure_switches
 from fixtures.hardening.host import Host, State
 from fixtures.hardening.items import ITEMS, Item
-from fixtures.hardening.settings import EXPERIMENTS, INERT, ONE_THREAD, moved
+from fixtures.hardening.settings import EXPERIMENTS, INERT, ONE_THREAD, QUIET, moved
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, str]]
 """A job, its arguments, and the variables of its process, beyond those of one thread."""
 
 BY_CALL: Call = (measure_switches, (), {})
+PLAIN: Call = (measure, (), QUIET)
 BOUND: Call = (measure, (True,), INERT)
 
 
@@ -61,15 +62,15 @@ class TestSettings:
         """Variables for crashes, logs, memory, caches, errors of NCCL, the build of torch; one CPU
         of many, and the time of day."""
         alteration = pytestconfig.stash[stash.ALTERATION]
-        plain, bound = run(alteration, (measure, (), {}), BOUND)
+        plain, bound = run(alteration, PLAIN, BOUND)
         before, now = returned(check, "plain", plain), returned(check, "all", bound)
         check.exact(now.threads, 1, name="threads-of-one-cpu")
         check.exact(self.culprits(alteration, before, now), [], name="bits")
         check.exact(changed_fields(before.fields, now.fields), {}, name="id")
         # PYTHONFAULTHANDLER=1 traps none of them.
         check.exact(now.exceptional, ("nan", "inf", "inf"), name="float-exceptions")
-        talks = {name: "[I" in e.output for name, e in (("default", plain), ("0", bound))}
-        check.exact(talks, {"default": False, "0": True}, name="log-level-prints-info")
+        talks = {name: "[I" in e.output for name, e in (("WARNING", plain), ("0", bound))}
+        check.exact(talks, {"WARNING": False, "0": True}, name="log-level-prints-info")
 
     @staticmethod
     def culprits(alteration: fresh_process.Alteration, before: Seen, now: Seen) -> list[str]:
