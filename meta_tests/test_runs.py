@@ -40,7 +40,7 @@ def test_a_clean_run_ends_with_0_and_leaves_a_record_that_repeats(tmp_path: Path
     assert repository.run("exit-code", latest, module="reports").code == 0
     compared = repository.run("compare", latest, again, module="reports")
     assert compared.code == 0
-    assert re.search(r"\n0 cases moved inside their bounds, \d+ did not move:", compared.text)
+    assert re.search(r"\n0 cases moved inside their bounds, \d+ did not move\n", compared.text)
 
 
 def test_a_fault_reddens_its_own_node_with_a_complete_text(tmp_path: Path) -> None:

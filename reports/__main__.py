@@ -123,8 +123,8 @@ def compare_records(baseline: Record, observed: Record) -> int:
         print(line)
     moved = [j for j in judgements if j.verdict is verdict.Verdict.DRIFT]
     same = sum(1 for j in judgements if j.verdict is verdict.Verdict.PASS)
-    print(f"\n{len(moved)} cases moved inside their bounds, {same} did not move:")
-    for line in summary.drift_table(judgements):
+    print(f"\n{len(moved)} cases moved inside their bounds, {same} did not move{':' * bool(moved)}")
+    for line in summary.drift_table(judgements) if moved else []:
         print(f"  {line}")
     code = verdict.exit_code(judgements)
     print(f"\nverdict: {verdict.EXIT_MEANING[code]} (exit code {code})")
