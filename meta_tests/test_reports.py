@@ -262,6 +262,20 @@ def test_heat_maps_of_whole_steps_show_gradients_alone() -> None:
     ]
 
 
+def test_statements_that_were_tried_are_listed_by_number() -> None:
+    def tried(number: int, **changes: Any) -> Case:
+        figures = {"number": number, "says": f"{HOSTILE} says", "ruling": "false", "note": "0.1"}
+        return case(f"claim-{number}", node="claims", promise="whole", figures=figures, **changes)
+
+    of = found(tried(12), tried(3, outcome="outside", reason="got true, wanted false"), case())
+    assert [(s.number, s.verdict) for s in of.statements] == [(3, "REGRESSION"), (12, "PASS")]
+    page = text_of("report.html", of)
+    assert "2 statements about the precision of training, tried" in page
+    assert "<script>alert" not in page
+    assert "| 12 | " in text_of("summary.md", of)
+    assert writing.WRITERS["report.pdf"](of)
+
+
 def test_drift_comes_with_the_size_of_every_move() -> None:
     bits = np.arange(1000, 1100, dtype=np.uint32) + np.uint32(0x3F800000)
     moved = bits.copy()

@@ -18,8 +18,9 @@ from fixtures.distributed.ranks import RunRanks
 
 def hold(check: Check, claim: Claim, found: Found) -> None:
     """Holds what was found to the ruling of the page."""
-    figures = {"number": claim.number, "says": claim.says, "note": found.what}
-    check.exact(found.ruling.value, claim.ruling.value, figures=figures)
+    ruling = found.ruling.value
+    figures = {"number": claim.number, "says": claim.says, "ruling": ruling, "note": found.what}
+    check.exact(ruling, claim.ruling.value, figures=figures)
 
 
 def statements(way: str) -> pytest.MarkDecorator:

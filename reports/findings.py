@@ -43,6 +43,23 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class Statement:
+    """What is said about the precision of training, and what this run found of it.
+
+    Attributes:
+        number: in the ledger, docs/claims.md.
+        ruling: true or not, in the ledger's words; ``note``: what was measured.
+        verdict: whether the ruling is the ledger's.
+    """
+
+    number: int
+    says: str
+    ruling: str
+    note: str
+    verdict: str
+
+
+@dataclass(frozen=True)
 class Findings:
     """All that a report says.
 
@@ -59,6 +76,7 @@ class Findings:
         failures, drift: cases, worst first.
         known: sentence, number of cases, their ids.
         unverified: reason, places with their numbers of cases.
+        statements: those that the run tried, by number.
         score: of the deliberate faults, as ``make faults`` left it; empty where it did not run.
         rerun: one command that measures again all that failed.
     """
@@ -83,6 +101,7 @@ class Findings:
     repaired: Sequence[Finding]
     incomparable: Sequence[str]
     unverified: Sequence[tuple[str, Sequence[tuple[str, int]]]]
+    statements: Sequence[Statement]
     score: Mapping[str, Any]
     warnings: Sequence[str]
     rerun: str
@@ -175,6 +194,7 @@ def _found(
         repaired=[_finding(j, again) for j in judgements if j.repaired],
         incomparable=[j.case.id for j in judgements if not j.comparable],
         unverified=_unverified(unverified),
+        statements=_statements(judgements),
         score=score,
         warnings=list(record.run.get("warnings", [])),
         rerun=rerun_command(tests, again) if tests else "",
@@ -206,6 +226,17 @@ def _finding(judgement: Judgement, again: str) -> Finding:
         judgement.ulps,
         judgement.moves,
     )
+
+
+def _statements(judgements: Iterable[Judgement]) -> list[Statement]:
+    found = []
+    for judgement in judgements:
+        figures = judgement.case.figures
+        if "says" in figures:
+            says, ruling, note = (str(figures.get(n, "")) for n in ("says", "ruling", "note"))
+            number, shown = int(figures["number"]), judgement.verdict.value
+            found.append(Statement(number, says, ruling, note, shown))
+    return sorted(found, key=lambda statement: statement.number)
 
 
 # --- the verdict in one sentence ----------------------------------------------------------------

@@ -66,6 +66,14 @@ def markdown(findings: Findings) -> str:
             counted = ", ".join(f"{place} ({count})" for place, count in places)
             parts.append(f"* {text(reason)}: {text(counted)}")
         parts.append("")
+    if findings.statements:
+        parts += ["## Statements tried\n", "| no. | statement | ruling | as the page |"]
+        parts.append("| ---: | --- | --- | --- |")
+        parts += [
+            f"| {s.number} | {text(s.says)} | {text(s.ruling)} | {text(s.verdict)} |"
+            for s in findings.statements
+        ]
+        parts.append("")
     if findings.score:
         score = findings.score["score"]
         parts.append(f"{score['caught']} of {score['faults']} deliberate faults are caught.\n")

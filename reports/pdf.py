@@ -215,6 +215,14 @@ def _lists(paper: FPDF, findings: Findings) -> None:
             for reason, places in findings.unverified
         ]
         _table(paper, [["reason", "what"], *rows], (60, 60))
+    if findings.statements:
+        _heading(paper, "Statements about the precision of training, tried")
+        rows = [[str(s.number), s.says, s.ruling, s.note, s.verdict] for s in findings.statements]
+        _table(
+            paper,
+            [["no.", "statement", "ruling", "found", "as the page"], *rows],
+            (6, 42, 16, 42, 14),
+        )
     if findings.score:
         score = findings.score["score"]
         _heading(paper, f"{score['caught']} of {score['faults']} deliberate faults are caught")
