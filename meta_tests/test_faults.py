@@ -27,6 +27,7 @@ import fixtures.faults
 from fixtures import environment
 from fixtures.audit import checkpoints as audit_checkpoints
 from fixtures.audit import fingerprint
+from fixtures.audit.protocol import Calibrated
 from fixtures.distributed.pool import RankPool
 from fixtures.distributed.ranks import Rank
 from fixtures.faults import FAULTS, inject
@@ -50,7 +51,7 @@ PATCHED: tuple[Any, ...] = (
     framework,
 )
 PATCHED += (DistributedSampler, loading, worker, nn.init, seeding, matrix_units, state_dict_loader)
-PATCHED += (audit_checkpoints, fingerprint, environment)
+PATCHED += (audit_checkpoints, fingerprint, Calibrated, environment)
 
 all_faults = pytest.mark.parametrize("name", FAULTS)
 
