@@ -199,7 +199,9 @@ def test_isolated_scaler_is_enabled_on_the_cpu_and_its_scale_is_kept() -> None:
 
 
 def test_unknown_node_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"'softmax' cannot run alone; those that can: .*attention"):
+    with pytest.raises(
+        ValueError, match=r"'softmax' cannot run alone; those that can: .*attention"
+    ):
         isolate("softmax", torch.float32)
 
 
