@@ -14,7 +14,7 @@ venv = $(VENVS)/$(subst ==,-,$(1))
 RUN  = $(if $(USE),$(USE),$(call venv,$(TORCH))/bin/python)
 NEED = $(if $(USE),,$(call venv,$(TORCH))/ready)
 
-.PHONY: gate test upgrade golden faults bench predict twins clean honest
+.PHONY: gate test upgrade golden faults bench predict twins claims clean honest
 
 gate: honest $(NEED)  ## check the torch that is installed; prints the matrix, writes a record
 	$(RUN) -m pytest -n $(WORKERS)
@@ -43,6 +43,9 @@ predict: $(NEED)  ## make predict FROM=A100 TO=H100: what a change of GPU will c
 
 twins: $(NEED)  ## one training run on two code paths of the CPU: where they part first, and by how much
 	$(RUN) -m fixtures.audit.twins
+
+claims: $(NEED)  ## try again what is said about the precision of training: docs/claims.md
+	$(RUN) -m pytest -m claims -n $(WORKERS)
 
 bench: $(NEED)  ## speed, as ratios within one run
 	$(RUN) -m fixtures.bench

@@ -1,0 +1,51 @@
+"""What is said about the precision of training: is each statement still as docs/claims.md says?
+
+Outside the gate: a statement that turns out otherwise says something about the statement, or that
+the framework changed its ways. ``make claims`` or ``pytest -m claims`` runs it. Verdicts are held,
+digits are recorded.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from fixtures.check import Check
+from fixtures.claims.claim import Claim, Found, Ruling
+from fixtures.claims.ledger import CLAIMS
+from fixtures.devices import Device
+from fixtures.distributed.ranks import RunRanks
+
+
+def hold(check: Check, claim: Claim, found: Found) -> None:
+    """Holds what was found to the ruling of the page."""
+    figures = {"number": claim.number, "says": claim.says, "note": found.what}
+    check.exact(found.ruling.value, claim.ruling.value, figures=figures)
+
+
+def statements(way: str) -> pytest.MarkDecorator:
+    chosen = [claim for claim in CLAIMS if getattr(claim, way)]
+    return pytest.mark.parametrize("claim", chosen, ids=lambda claim: claim.name)
+
+
+@statements("measure")
+def test_in_one_process(check: Check, claim: Claim) -> None:
+    assert claim.measure
+    hold(check, claim, claim.measure())
+
+
+@statements("over_ranks")
+def test_over_ranks(check: Check, ranks: RunRanks, claim: Claim) -> None:
+    assert claim.over_ranks
+    hold(check, claim, claim.over_ranks(ranks))
+
+
+@pytest.mark.gpu_only
+@statements("on_gpu")
+def test_on_a_gpu(check: Check, device: Device, claim: Claim) -> None:
+    """No ruling is known of what no CPU can try: that of this GPU is recorded."""
+    assert claim.on_gpu
+    found = claim.on_gpu(device.torch)
+    if claim.ruling is Ruling.NEEDS_GPU:
+        check.observe({"ruling": found.ruling.value, "what": found.what})
+    else:
+        hold(check, claim, found)
