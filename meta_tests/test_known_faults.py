@@ -11,7 +11,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from fixtures import known_faults
-from fixtures.known_faults import KNOWN_FAULTS, KnownFault, known_fault
+from fixtures.known_faults import KNOWN_FAULTS, KnownFault, known_fault, stale
 from fixtures.nodes import AREA_IDS, NODE_IDS, PROMISES
 
 ROW = KnownFault(
@@ -116,6 +116,14 @@ def test_the_range_is_of_the_package_that_is_at_fault(table: Any) -> None:
         environment = {"torch": "2.6.6", "lightning": release}
         assert known_fault("gelu/op/infinity/cpu/bf16", environment) is found
     assert known_fault("gelu/op/infinity/cpu/bf16", {"torch": "2.6.6"}) is None
+
+
+def test_a_pattern_in_force_that_covers_no_case_is_stale(table: Any) -> None:
+    row = KnownFault(("gelu/op/*/cpu", "gelu/op/gone/*"), ">=2.5,<2.14", "report", "what")
+    table(row)
+    cases = ["gelu/op/forward/cpu"]
+    assert stale(cases, [{"torch": "2.13.0+cpu"}]) == ["gelu/op/gone/*"]
+    assert stale(cases, [{"torch": "2.14.0"}]) == []
 
 
 @pytest.mark.parametrize("row", KNOWN_FAULTS, ids=lambda row: row.cases[0])

@@ -49,7 +49,8 @@ FAILED: tuple[Remedy, ...] = (
     Remedy(
         ("attention/*",),
         "with torch.nn.attention.sdpa_kernel(SDPBackend.MATH): ...",
-        "computes by matmul and softmax: if the case holds under it, the fused kernel is at fault",
+        "computes by matmul and softmax: if the case holds under it, the fused kernel is at fault; "
+        "a case named projection is F.linear's, which this leaves as it is",
         "Attention",
         ("torch.nn.attention.sdpa_kernel", "torch.nn.attention.SDPBackend.MATH"),
     ),
