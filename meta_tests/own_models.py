@@ -17,7 +17,7 @@ from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 from fixtures.distributed.sharding import fully_shard
-from fixtures.training.user_model import UserModel
+from fixtures.own_model.factory import UserModel
 
 WIDTH, TOKENS = 12, 11
 

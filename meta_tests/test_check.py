@@ -199,6 +199,12 @@ class TestWhatHolds:
         assert case.bound == "none: recorded"
         assert case.observed["value"].bits.tobytes() == b'{"01": "2", "02": NaN}'
 
+    def test_a_report_is_compared_with_no_baseline(self, checking: Check) -> None:
+        checking.report("not synchronised", name="here")
+        (case,) = checking.cases.values()
+        assert (case.outcome, case.compared, case.observed) == ("inside", False, {})
+        assert case.figures == {"report": "not synchronised"}
+
 
 class TestFigures:
     @pytest.mark.parametrize(

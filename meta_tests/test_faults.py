@@ -24,6 +24,7 @@ from torch.utils.data._utils import worker
 from torch.utils.data.distributed import DistributedSampler
 
 import fixtures.faults
+from fixtures import environment
 from fixtures.audit import checkpoints as audit_checkpoints
 from fixtures.audit import fingerprint
 from fixtures.distributed.pool import RankPool
@@ -49,7 +50,7 @@ PATCHED: tuple[Any, ...] = (
     framework,
 )
 PATCHED += (DistributedSampler, loading, worker, nn.init, seeding, matrix_units, state_dict_loader)
-PATCHED += (audit_checkpoints, fingerprint)
+PATCHED += (audit_checkpoints, fingerprint, environment)
 
 all_faults = pytest.mark.parametrize("name", FAULTS)
 

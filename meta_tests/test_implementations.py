@@ -17,6 +17,7 @@ from fixtures.implementations import (
     ImplementationError,
     described,
     parse,
+    refused,
     replaced,
 )
 from fixtures.nodes import NODE_IDS
@@ -104,6 +105,20 @@ def test_what_cannot_be_had_is_refused(tmp_path: Path, kernel: str, message: str
     (repository.root / "broken_kernel.py").write_text("raise RuntimeError('no compiler')\n")
     ended = repository.run("--implementation", f"gelu={kernel}")
     assert (ended.code, message in ended.text) == (4, True)
+
+
+def test_only_a_kernel_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch and the suite raise NotImplementedError too: that is a failure, not a refusal."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    kernel = importlib.import_module("gelu_kernel")
+    chosen = {"gelu": "gelu_kernel:gelu"}
+    with pytest.raises(NotImplementedError) as by_kernel:
+        kernel.gelu(torch.zeros(1), approximate="tanh")
+    with pytest.raises(NotImplementedError) as by_torch:
+        torch.zeros(1).to_sparse().bitwise_left_shift(1)
+    assert refused(by_kernel.value, chosen)
+    assert not refused(by_kernel.value, {})
+    assert not refused(by_torch.value, chosen)
 
 
 @pytest.mark.parametrize("node", REPLACEABLE)

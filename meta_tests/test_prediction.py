@@ -24,11 +24,11 @@ from fixtures.hardware_models.modes import (
 from fixtures.hardware_models.offsets import offset_after
 from fixtures.numerics.attention_bounds import attention
 from fixtures.numerics.formats import BF16
+from fixtures.own_model.factory import UserModelError
 from fixtures.prediction import runs as prediction
 from fixtures.prediction.own_model import train as train_own
 from fixtures.training import philox
 from fixtures.training.step import Config
-from fixtures.training.user_model import UserModelError
 
 BFLOAT16 = torch.bfloat16
 

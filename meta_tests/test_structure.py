@@ -24,7 +24,7 @@ FILES = {
     for package in PACKAGES
     for path in sorted((ROOT / package).rglob("*.py"))
 }
-USED_ELSEWHERE = ("numerics", "hardware_models", "training", "distributed", "audit")
+USED_ELSEWHERE = ("numerics", "hardware_models", "training", "own_model", "distributed", "audit")
 NODE_MODULES = [
     node for node in NODE_IDS if (ROOT / "precision_tests" / f"test_{node}.py").exists()
 ]

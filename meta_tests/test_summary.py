@@ -248,3 +248,16 @@ def test_a_device_that_the_baseline_lacks_is_one_line() -> None:
     changes = summary.environment_changes({}, ENVIRONMENT)
     assert changes == ["", "changed in the environment:", "  cpu: not in the baseline"]
     assert summary.environment_changes(ENVIRONMENT, ENVIRONMENT) == []
+
+
+def test_settings_of_the_host_are_listed_where_nothing_else_was_asked_for() -> None:
+    here = judged(
+        node="environment",
+        promise="whole",
+        name="host-clock-here",
+        margin=0.0,
+        bound="none: reported",
+        figures={"report": "not synchronised"},
+    )
+    assert "clock    not synchronised\n" in section(here)
+    assert "not synchronised" not in section(here, judged())

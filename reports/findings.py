@@ -296,3 +296,19 @@ def _unverified(
         place = f"{judgement.case.node} {judgement.case.promise}"
         reasons.setdefault(judgement.detail, Counter())[place] += 1
     return [(reason, list(places.items())) for reason, places in reasons.items()]
+
+
+def power_label(key: str) -> str:
+    """A power of two as it is read: 1, 2, 1024, and 2^20 for the large ones."""
+    if key == "inf":
+        return "not finite"
+    value = int(key)
+    return key if value <= 1024 else f"2^{value.bit_length() - 1}"
+
+
+def all_moves(findings: Findings) -> Counter[str]:
+    """How many positions moved by how much, over all cases that drifted."""
+    moves: Counter[str] = Counter()
+    for finding in findings.drift:
+        moves.update(finding.moves)
+    return moves

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fixtures.nodes import PROMISES
-from reports.findings import Findings
+from reports.findings import Findings, all_moves, power_label
 from reports.heat import HeatMap
 
 if TYPE_CHECKING:
@@ -59,22 +58,6 @@ def spark(moves: Mapping[str, int]) -> list[tuple[str, int, int]]:
     moved = sorted((key for key in moves if key != "0"), key=float)
     most = max((moves[key] for key in moved), default=1)
     return [(power_label(key), moves[key], max(8, 100 * moves[key] // most)) for key in moved]
-
-
-def power_label(key: str) -> str:
-    """A power of two as it is read: 1, 2, 1024, and 2^20 for the large ones."""
-    if key == "inf":
-        return "not finite"
-    value = int(key)
-    return key if value <= 1024 else f"2^{value.bit_length() - 1}"
-
-
-def all_moves(findings: Findings) -> Counter[str]:
-    """How many positions moved by how much, over all cases that drifted."""
-    moves: Counter[str] = Counter()
-    for finding in findings.drift:
-        moves.update(finding.moves)
-    return moves
 
 
 def _drawn_heat(heat: HeatMap, name: str) -> Markup | None:

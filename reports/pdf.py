@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fixtures.nodes import PROMISES
-from reports.findings import Finding, Findings
+from reports.findings import Finding, Findings, all_moves
 from reports.heat import HeatMap
 from reports.indicators import Indicator
-from reports.page import all_moves, figure_text
+from reports.page import figure_text
 
 if TYPE_CHECKING:
     from fpdf import FPDF

@@ -12,10 +12,10 @@ from torch import nn
 
 from fixtures.numerics.derivative_bounds import Quotients, difference_quotient
 from fixtures.numerics.formats import BF16, FP16, FP32, Format
-from fixtures.training import user_model, user_ranks
-from fixtures.training.rounding import EVERYWHERE, SIXTEEN
-from fixtures.training.user_model import UserModelError, blocks, load
-from fixtures.training.user_step import Truth, errors, fresh, record, run_step
+from fixtures.own_model import factory, rank_jobs
+from fixtures.own_model.factory import UserModelError, blocks, load
+from fixtures.own_model.rounding import EVERYWHERE, SIXTEEN
+from fixtures.own_model.step import Truth, errors, fresh, record, run_step
 from meta_tests.running import ROOT, Repository, copy_repository
 
 MODELS = "meta_tests.own_models"
@@ -137,7 +137,7 @@ def test_many_kinds_of_layers_lie_inside_their_bound_and_not_far(
 ) -> None:
     """Convolution, batch norm, recurrence, attention, casts, a tied weight: margins of 0.02 to 0.3
     and a median of 0.07, as those of the reference step."""
-    monkeypatch.setattr("fixtures.training.user_step.DRAWS", 4)
+    monkeypatch.setattr("fixtures.own_model.step.DRAWS", 4)
     user = load(f"{MODELS}:all_kinds")
     truth = Truth(user, CPU)
     autocast = None if fmt is FP32 else fmt.dtype
@@ -160,7 +160,7 @@ def test_truth_does_not_depend_on_casts_of_the_model() -> None:
             return self.linear((x.bfloat16() * scale).float().sum(0, dtype=torch.float32))
 
     x = torch.randn(2, 3)
-    user = user_model.UserModel(Casts(), lambda model, batch: model(batch).sum(), [x])
+    user = factory.UserModel(Casts(), lambda model, batch: model(batch).sum(), [x])
     weight, bias = user.model.linear.weight.double(), user.model.linear.bias.double()
     want = ((x.double() * (torch.tensor(3.0).double() / 7)).sum(0) * weight).sum() + bias
     assert Truth(user, CPU).step.loss == pytest.approx(want.item(), rel=2.0**-50)
@@ -187,7 +187,7 @@ def test_noise_in_the_loss_is_that_of_its_operations() -> None:
     """y = a x: one product, of which each element errs by a uniform unit, and one sum of 4."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
-    user = user_model.UserModel(model, lambda m, b: (m.weight[0] * b).sum(), [torch.ones(4)])
+    user = factory.UserModel(model, lambda m, b: (m.weight[0] * b).sum(), [torch.ones(4)])
     truth = Truth(user, CPU, {0: 1.0})
     found = truth.response(truth.recorded, EVERYWHERE, backward=False)["loss"]
     # Variances, in thirds: of 4 products 4; of the sum's partial sums 5 (16/3 + 4/6) + 4, its own
@@ -215,7 +215,7 @@ def test_difference_quotient_accepts_either_slope_at_a_kink_and_no_other() -> No
 
 def test_a_wrapper_s_names_go_and_the_model_s_own_stay() -> None:
     names = ("submodule.weight", "module.weight", "blocks.0._orig_mod.up", "_orig_mod.module.bias")
-    found = user_ranks.clean(dict.fromkeys(names))
+    found = rank_jobs.clean(dict.fromkeys(names))
     assert list(found) == ["submodule.weight", "module.weight", "blocks.0.up", "module.bias"]
 
 
