@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -13,18 +15,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fixtures.audit.fixed import Limits
 from fixtures.claims import (
     accumulation,
     attention,
     collectives,
+    data,
+    dropout,
+    fingerprint,
     gelu,
+    hardening,
+    layer_norm,
     loss,
+    protocol,
+    recompute,
     scaler,
     seeds,
     sharding,
+    updates,
 )
 from fixtures.claims.claim import Claim
 from fixtures.claims.ledger import CLAIMS
+from fixtures.hardening.computations import Seen
 
 patched = mock.patch.object
 BY_NUMBER = {claim.number: claim for claim in CLAIMS}
@@ -43,6 +55,18 @@ def ones(parameter: Tensor, **_: Any) -> None:
 
 def growing(x: Tensor, _: Any) -> Tensor:
     return torch.full((4,), 1e-3 * math.exp(min(float(x.max()), 2000) / 8), dtype=torch.float64)
+
+
+checkpointed = recompute.gradient
+STEADY = protocol.Healthy(torch.ones(3, 2), torch.ones(4, 2), torch.ones(60), None)
+UNMOVED = dict.fromkeys(("", "oneDNN off", "2 threads"), Seen({"sum": "a"}, {}, 1, ()))
+
+
+def a_hook_that_clips(gradient: Any, *_: Any, error_if_nonfinite: bool = False, **__: Any) -> Any:
+    """clip_grad_norm_, if it took what a hook gets."""
+    if isinstance(gradient, Tensor) and error_if_nonfinite and not gradient.isfinite().all():
+        raise RuntimeError("not finite")
+    return gradient
 
 
 OTHERWISE: dict[int, AbstractContextManager[Any]] = {
@@ -73,6 +97,49 @@ OTHERWISE: dict[int, AbstractContextManager[Any]] = {
     50: patched(nn.init, "kaiming_uniform_", ones),
     51: patched(seeds, "outputs", lambda *_: ["a", "b"]),
     52: patched(seeds, "outputs", lambda *_: ['{"randn-1000": "a"}'] * 3),
+    3: patched(protocol, "NODES", protocol.NODES[:5]),
+    11: patched(updates, "noisy_over_clean", lambda *_, **__: dict.fromkeys((100, 300, 600), 17.0)),
+    24: patched(fingerprint, "largest", lambda _: torch.zeros(120)),
+    26: patched(fingerprint, "norms", lambda of: torch.stack([g.sum() for g in of.values()])),
+    53: patched(recompute, "equal_bits", lambda: {"reentrant": False}),
+    54: patched(
+        recompute,
+        "gradient",
+        lambda *a, **k: checkpointed(*a, **k) * (1.0 if a[2] is None else 1.47),
+    ),
+    55: patched(
+        recompute,
+        "gradient",
+        lambda *a, **k: checkpointed(*a, **k) + float(a[2] == recompute.MODES["reentrant"]),
+    ),
+    56: patched(recompute, "gradient_after_a_change", lambda _: 1.0),
+    60: patched(hardening, "switched", lambda *_: UNMOVED),
+    72: patched(torch.linalg, "matrix_rank", lambda _: 8),
+    73: patched(protocol, "healthy", lambda *_: STEADY),
+    74: patched(protocol, "healthy", lambda *_: STEADY),
+    75: patched(torch, "isclose", lambda x, *_, **__: torch.ones_like(x, dtype=torch.bool)),
+    76: patched(protocol, "healthy", lambda *_: STEADY),
+    77: patched(dropout, "mask", lambda *_, threads=1, **__: torch.full((3,), threads)),
+    78: patched(protocol, "Limits", partial(Limits, loss_deviation=0.01)),
+    82: patched(layer_norm, "next_up", lambda _: torch.tensor(6.1e-5)),
+    83: patched(layer_norm, "slope", lambda *_: math.inf),
+    84: patched(layer_norm, "slope", lambda *_: 1.0),
+    86: patched(torch, "finfo", lambda _: SimpleNamespace(tiny=6.1e-5)),
+    87: patched(
+        nn.utils.parametrizations,
+        "weight_norm",
+        lambda layer: nn.Sequential(layer, nn.LayerNorm(layer_norm.WIDTH)),
+    ),
+    88: patched(torch, "native_layer_norm", lambda *_: (None, torch.ones(1))),
+    91: patched(nn.utils, "clip_grad_norm_", a_hook_that_clips),
+    92: patched(data, "orders", lambda count: [data.permutation(n) for n in range(count)]),
+    93: patched(data, "orders", lambda *_, **__: [torch.rand(data.COUNT)]),
+    94: patched(data.DistributedSampler, "set_epoch", lambda *_: None),
+    95: patched(data, "RandomSampler", lambda *_, **__: torch.rand(data.COUNT).tolist()),
+    96: patched(torch, "split", lambda row, _: (row,)),
+    98: patched(updates, "LinearLR", lambda opt, **_: opt.param_groups[0].update(lr=0.0)),
+    99: patched(updates, "lost", lambda _: {"uniform": 0.0}),
+    100: patched(updates, "trained", lambda warm_up, *_: (1.0 - warm_up / 1e4, 0.0)),
     101: patched(accumulation, "by_share", lambda sizes: [1.0] * len(sizes)),
 }
 
