@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from fixtures import record
@@ -23,6 +25,17 @@ class TestStatements:
     def test_needs_a_gpu_if_nothing_else_settles_it(self, claim: Claim) -> None:
         elsewhere = claim.measure or claim.over_ranks or claim.document
         assert (claim.ruling is Ruling.NEEDS_GPU) == (not elsewhere)
+
+
+def test_the_page_is_the_ledger() -> None:
+    """Apart from what a run found, which the page has from a record."""
+    rows = [line for line in ledger.PAGE.read_text().splitlines() if line.startswith("| ")]
+    cells = [re.split(r" (?<!\\)\| ", line.strip("| ")) for line in rows[2:]]
+    assert [[*row[:4], *row[-2:]] for row in cells] == [
+        [*blank[:4], *blank[-2:]]
+        for claim in ledger.CLAIMS
+        for blank in [re.split(r" (?<!\\)\| ", ledger.row(claim, "").strip("| "))]
+    ]
 
 
 def test_another_ruling_turns_the_check_red() -> None:
