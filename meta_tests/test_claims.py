@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+from collections import Counter
 
 import pytest
 
@@ -22,6 +22,9 @@ class TestStatements:
     def test_has_a_way_to_settle_it(self, claim: Claim) -> None:
         assert claim.measure or claim.over_ranks or claim.on_gpu or claim.document
 
+    def test_gives_a_figure_where_another_one_is_right(self, claim: Claim) -> None:
+        assert claim.stated or claim.ruling is not Ruling.OTHER_FIGURE
+
     def test_needs_a_gpu_if_nothing_else_settles_it(self, claim: Claim) -> None:
         elsewhere = claim.measure or claim.over_ranks or claim.document
         assert (claim.ruling is Ruling.NEEDS_GPU) == (not elsewhere)
@@ -30,11 +33,15 @@ class TestStatements:
 def test_the_page_is_the_ledger() -> None:
     """Apart from what a run found, which the page has from a record."""
     rows = [line for line in ledger.PAGE.read_text().splitlines() if line.startswith("| ")]
-    cells = [re.split(r" (?<!\\)\| ", line.strip("| ")) for line in rows[2:]]
+    cells = [line.strip("| ").split(" | ") for line in rows[2:]]
     assert [[*row[:4], *row[-2:]] for row in cells] == [
         [*blank[:4], *blank[-2:]]
         for claim in ledger.CLAIMS
-        for blank in [re.split(r" (?<!\\)\| ", ledger.row(claim, "").strip("| "))]
+        for blank in [ledger.row(claim, "").strip("| ").split(" | ")]
+    ]
+    counts = Counter(claim.ruling for claim in ledger.CLAIMS)
+    assert [line for line in ledger.PAGE.read_text().splitlines() if line.startswith("* ")] == [
+        f"* {counts[ruling]} {ruling}" for ruling in Ruling if counts[ruling]
     ]
 
 

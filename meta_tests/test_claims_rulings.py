@@ -83,7 +83,7 @@ OTHERWISE: dict[int, AbstractContextManager[Any]] = {
     19: patched(gelu, "gradient", lambda x, form="none": gradient(x, form) + 0.012),
     20: patched(gelu, "gradient", lambda x, form="none": gradient(x, form) + 1.8e-7),
     21: patched(gelu, "gradient", lambda x, form="none": gradient(x, form).round()),
-    22: patched(gelu, "errors", lambda fmt: 2 * errors(fmt)),
+    22: patched(gelu, "gradient", lambda x, *form: 2 * gradient(x, *form)),
     29: patched(scaler, "unscaled", lambda gradients, scale: gradients / torch.tensor(scale)),
     30: patched(scaler, "_SCALE", 65535.0),
     32: patched(scaler, "_SCALE", 49152.0),
@@ -136,12 +136,27 @@ OTHERWISE: dict[int, AbstractContextManager[Any]] = {
     93: patched(data, "orders", lambda *_, **__: [torch.rand(data.COUNT)]),
     94: patched(data.DistributedSampler, "set_epoch", lambda *_: None),
     95: patched(data, "RandomSampler", lambda *_, **__: torch.rand(data.COUNT).tolist()),
-    96: patched(torch, "split", lambda row, _: (row,)),
+    96: patched(data, "permutation", lambda seed: torch.arange(data.COUNT - seed)),
     98: patched(updates, "LinearLR", lambda opt, **_: opt.param_groups[0].update(lr=0.0)),
-    99: patched(updates, "lost", lambda _: {"uniform": 0.0}),
+    99: patched(updates, "lost", lambda _: {"uniform": 0.5}),
     100: patched(updates, "trained", lambda warm_up, *_: (1.0 - warm_up / 1e4, 0.0)),
     101: patched(accumulation, "by_share", lambda sizes: [1.0] * len(sizes)),
 }
+
+
+UNTURNED = {
+    *(2, 5),  # training runs on several paths
+    *(13, 97),  # arithmetic on the figures that are stated, and numbers of a format
+    *(27, 28, 31, 34, 43, 45, 47, 49, 66, 68, 69, 70, 71, 81, 85, 102),  # one call each
+    *(63, 64, 67, 79, 80, 103),  # in processes of their own, which a patch does not reach
+    *(16, 25, 39),
+}
+"""Statements whose conditions stand in one line, or that only another torch could turn."""
+
+
+def test_a_new_statement_is_turned_or_says_why_not() -> None:
+    tried = {claim.number for claim in CLAIMS if claim.measure or claim.over_ranks}
+    assert tried == OTHERWISE.keys() | ANSWERS.keys() | UNTURNED
 
 
 @pytest.mark.parametrize("number", OTHERWISE)

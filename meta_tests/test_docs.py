@@ -281,6 +281,13 @@ def test_python_examples_import_what_exists(page: Path) -> None:
                         importlib.import_module(f"{statement.module}.{name}")
 
 
+@every_page
+def test_rows_of_a_table_have_as_many_cells_as_its_head(page: Path) -> None:
+    outside_blocks = re.sub(r"(?ms)^```.*?^```$", "", page.read_text())
+    for table in re.findall(r"(?m)(?:^\|.*\n)+", outside_blocks):
+        assert len({len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()}) == 1, table
+
+
 def test_every_page_stands_in_the_index() -> None:
     index = ROOT / "docs" / "README.md"
     linked = set(re.findall(r"\]\(([^)]+)\)", index.read_text()))

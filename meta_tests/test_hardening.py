@@ -109,7 +109,7 @@ Root = Callable[[dict[str, str]], Path]
 
 class TestFiles:
     def test_etc_environment_is_not_what_a_process_has(self, root: Root) -> None:
-        text = "# NCCL_X=1\nPATH=/bin\nexport NCCL_ALGO=Ring\nOMP_NUM_THREADS=4\n"
+        text = "# NCCL_X=1\nCUDA_HOME=/cuda\nexport NCCL_ALGO=Ring\nOMP_NUM_THREADS=4\n"
         here = root({"etc/environment": text})
         (trouble,) = host.in_etc_environment(Host({"OMP_NUM_THREADS": "4"}, here)).troubles
         assert trouble.startswith("NCCL_ALGO stands in /etc/environment")
@@ -120,12 +120,12 @@ class TestFiles:
         path, line = "etc/modprobe.d/nvidia.conf", "options nvidia NVreg_EnableGpuFp16=0\n"
         (trouble,) = host.driver_parameter(Host({}, root({path: line}))).troubles
         assert "no option NVreg_EnableGpuFp16" in trouble
-        known = {
-            path: "options nvidia NVreg_EnableMSI=1 NVreg_Other=2\n",
-            "proc/driver/nvidia/params": "ResmanDebugLevel: 4294967295\nEnableMSI: 1\n",
-        }
-        (trouble,) = host.driver_parameter(Host({}, root(known))).troubles
-        assert "no option NVreg_Other" in trouble
+
+    def test_options_that_the_driver_has_are_shown(self, root: Root) -> None:
+        """Whatever /proc/driver/nvidia/params calls them: this one, RmProfilingAdminOnly."""
+        line = "options nvidia NVreg_RestrictProfilingToAdminUsers=0\n"
+        state = host.driver_parameter(Host({}, root({"etc/modprobe.d/profiling.conf": line})))
+        assert state == State("NVreg_RestrictProfilingToAdminUsers=0")
 
     def test_a_driver_is_read_from_what_the_kernel_says(self, root: Root) -> None:
         assert host.driver(Host({}, root({}))).unverified
