@@ -18,8 +18,8 @@ reentrant needs an input with a gradient), 56 (batch norm counts twice; changed 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -38,6 +38,7 @@ from fixtures.distributed import sharding
 from fixtures.distributed.ranks import Rank, RunRanks
 from fixtures.golden import Golden, LoadTruth, Truth
 from fixtures.numerics.formats import BF16, FP16, FP32, FP64, Format
+from fixtures.switches import intra_op_threads
 from fixtures.training import flow, philox
 from fixtures.training.framework import isolate
 from fixtures.training.reference import REFERENCE
@@ -184,16 +185,6 @@ def step(
     for parameter in model.parameters():
         parameter.grad = None
     return torch.cat([part.detach().flatten().double() for part in parts])
-
-
-@contextmanager
-def intra_op_threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 # --- promise: bound -----------------------------------------------------------------------------

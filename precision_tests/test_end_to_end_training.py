@@ -25,6 +25,7 @@ import torch
 from fixtures.check import Check
 from fixtures.devices import Device
 from fixtures.golden import LoadTruth
+from fixtures.switches import deterministic_algorithms
 from fixtures.training import (
     data,
     departure,
@@ -34,7 +35,7 @@ from fixtures.training import (
     trajectory_truth,
 )
 from fixtures.training.policies import POLICIES, Policy
-from fixtures.training.trajectory_run import Run, deterministic_algorithms, run
+from fixtures.training.trajectory_run import Run, run
 from fixtures.training.truth import StepTruth
 
 GOLDEN = trajectory_truth.GOLDEN

@@ -13,10 +13,8 @@ What each setting is, with sources, and the right one: docs/environment.md.
 from __future__ import annotations
 
 import shutil
-import subprocess
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +27,7 @@ from fixtures.hardening import host
 from fixtures.hardening.computations import Seen, measure, measure_switches
 from fixtures.hardening.host import Host, State
 from fixtures.hardening.items import ITEMS, Item
+from fixtures.hardening.redirection import written_by_bash
 from fixtures.hardening.settings import EXPERIMENTS, INERT, ONE_THREAD, QUIET, moved
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, str]]
@@ -131,15 +130,10 @@ class TestHost:
         if state.unverified:
             pytest.skip(state.unverified)
 
-    def test_one_redirection_to_several_files(self, check: Check, tmp_path: Path) -> None:
+    def test_one_redirection_to_several_files(self, check: Check) -> None:
         """As ``echo performance > .../cpu*/cpufreq/scaling_governor`` is on more than one CPU."""
-        bash = shutil.which("bash")
-        if bash is None:
+        if shutil.which("bash") is None:
             pytest.skip("no bash on this host")
-        files = [tmp_path / f"cpu{i}" for i in range(2)]
         ways = {"redirected": ("echo set > cpu*", ""), "tee": ("echo set | tee cpu*", "set\n")}
         for name, (command, written) in ways.items():
-            for file in files:
-                file.write_text("")
-            subprocess.run([bash, "-c", command], cwd=tmp_path, capture_output=True, check=False)
-            check.exact([f.read_text() for f in files], [written] * 2, name=name)
+            check.exact(written_by_bash(command)[1], [written] * 2, name=name)

@@ -23,8 +23,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -45,6 +44,7 @@ from fixtures.distributed.ranks import Rank, RunRanks
 from fixtures.golden import Golden, LoadTruth, Truth
 from fixtures.numerics import bounds, references
 from fixtures.numerics.formats import FP16, FP32, FP64, Format, all_values
+from fixtures.switches import deterministic_algorithms
 from fixtures.training import flow
 
 # Beside a power of two, far from one, and the default. fp32 holds what is meant by 32767.8.
@@ -274,7 +274,7 @@ class TestOp:
     ) -> None:
         """A good step after it gives what that step gives alone."""
         alone, after = (Run(device, optimizer, implementation) for _ in range(2))
-        with _uninitialised_memory_filled():
+        with deterministic_algorithms():  # fills uninitialised memory with NaN
             after.step(0, math.nan)
             alone.step(1)
             after.step(1)
@@ -324,18 +324,6 @@ class TestOp:
         for _ in range(200):
             take_step(scaler, optimizer, parameter, torch.full_like(parameter, math.inf))
         check.exact(scaler.get_scale() > 0, True)
-
-
-@contextmanager
-def _uninitialised_memory_filled() -> Iterator[None]:
-    """torch.empty returns NaN inside: a buffer that is used before it was written shows."""
-    before = torch.are_deterministic_algorithms_enabled()
-    warned = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warned)
 
 
 # --- promise: flow ------------------------------------------------------------------------------

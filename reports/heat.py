@@ -73,14 +73,14 @@ class HeatMap:
 
 def heat_maps(judgements: Iterable[Judgement]) -> list[HeatMap]:
     """A map per device and format of the nodes' flows, then of each area that has any."""
-    groups: dict[tuple[str, str, str], list[Judgement]] = {}
+    groups: dict[tuple[str, str, str], list[tuple[Judgement, dict[str, str]]]] = {}
     for judgement in judgements:
         case = judgement.case
-        if judgement.known or not _gradients(judgement):
+        if judgement.known or not (gradients := _gradients(judgement)):
             continue
         title = case.node if case.node in AREA_IDS else "each node alone in a whole step"
         groups.setdefault((title, case.device, _format(case.dtype, case.name)), []).append(
-            judgement
+            (judgement, gradients)
         )
     order = sorted(groups, key=lambda key: (key[0] in AREA_IDS, key[0], key[1], _rank(key[2])))
     return [_map(*key, groups[key]) for key in order]
@@ -114,18 +114,20 @@ def _rank(dtype: str) -> int:
     return _FORMATS.index(dtype) if dtype in _FORMATS else len(_FORMATS)
 
 
-def _map(title: str, device: str, dtype: str, judgements: Sequence[Judgement]) -> HeatMap:
+def _map(
+    title: str, device: str, dtype: str, found: Sequence[tuple[Judgement, Mapping[str, str]]]
+) -> HeatMap:
     spots: dict[tuple[str, str], Spot] = {}
-    for judgement in judgements:
+    for judgement, gradients in found:
         figures = judgement.case.figures
-        for name, parameter in _gradients(judgement).items():
+        for name, parameter in gradients.items():
             margin, place = figures["margins"][name], _place(parameter)
             error = figures.get("errors", {}).get(name, math.nan)
             if place not in spots or not margin <= spots[place].margin:
                 spots[place] = Spot(parameter, margin, error, judgement.case.id)
     layers = sorted({layer for layer, _ in spots}, key=_layer_order)
     modules = list(dict.fromkeys(module for layer in layers for module in _modules(spots, layer)))
-    return HeatMap(title, device, dtype, len(judgements), layers, modules, spots)
+    return HeatMap(title, device, dtype, len(found), layers, modules, spots)
 
 
 def _place(parameter: str) -> tuple[str, str]:
