@@ -11,17 +11,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fixtures import record
 from fixtures.implementations import (
     CALLS,
     REPLACEABLE,
     ImplementationError,
     described,
+    load,
     parse,
     refused,
     replaced,
 )
 from fixtures.nodes import NODE_IDS
 from meta_tests.running import ROOT, copy_repository, read_json
+from reports import findings
 
 EXAMPLES = str(ROOT / "docs" / "examples")
 
@@ -65,6 +68,60 @@ def test_a_wrong_kernel_turns_red_in_ranks(tmp_path: Path) -> None:
     assert (ended.code, "gelu flow fully-sharded-2" in ended.text) == (1, True)
 
 
+BROKEN = """
+import torch
+def raises(x, approximate="none"):
+    raise ValueError("no tile for this width")
+def short(x, approximate="none"):
+    return torch.nn.functional.gelu(x, approximate=approximate)[..., :-1]
+"""
+
+
+@pytest.mark.parametrize(
+    ("kernel", "text"),
+    [
+        ("raises", "raised by broken:raises, which stands in the place of torch's gelu: ValueErr"),
+        ("short", "broken:short returned (1,), torch's gelu has (2,) there"),
+    ],
+)
+def test_a_broken_kernel_is_named_and_not_the_framework(
+    tmp_path: Path, kernel: str, text: str
+) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    repository = copy_repository(tmp_path, "gelu")
+    ended = repository.run(
+        *("--implementation", f"gelu=broken:{kernel}", "--record=record"),
+        *("-k", "limit_at_infinity and fp32 and erf"),
+        PYTHONPATH=str(tmp_path),
+    )
+    assert (ended.code, text in ended.text) == (1, True), ended.text
+    assert "no selected check called" not in ended.text
+    of = findings.find(record.read(repository.root / "record"), title="a run")
+    assert f"with broken:{kernel} as its gelu" in of.headline
+    assert [a.why for a in of.actions if "your own kernel of gelu" in a.why]
+    assert not [a for a in of.actions if "mkldnn" in a.do or "framework" in a.why]
+
+
+def test_a_broken_kernel_is_named_by_the_ranks_too(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    ended = copy_repository(tmp_path, "gelu").run(
+        *("--implementation", "gelu=broken:raises", "-k", "fully_sharded and w2 and fp32"),
+        PYTHONPATH=str(tmp_path),
+    )
+    assert "raised ValueError: no tile for this width (raised by broken:raises" in ended.text
+
+
+def test_what_a_kernel_s_module_lacks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "needing.py").write_text("import nowhere_at_all\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImplementationError, match="needs nowhere_at_all, which is not installed"):
+        load("needing:gelu")
+    with pytest.raises(ImplementationError, match="no module nowhere; run pytest from the folder"):
+        load("nowhere.deep:gelu")
+
+
 def test_a_kernel_that_no_check_calls_is_not_verified(tmp_path: Path) -> None:
     _, ended = run(tmp_path, "gelu_kernel:gelu", "-k", "float64_is_nowhere or nan_in and tanh")
     assert ended.code == 22
@@ -94,7 +151,7 @@ def test_what_cannot_be_meant_is_refused(arguments: list[str], message: str) -> 
 @pytest.mark.parametrize(
     ("kernel", "message"),
     [
-        ("no_such_module:gelu", "No module named 'no_such_module'; run pytest from the folder"),
+        ("no_such_module:gelu", "there is no module no_such_module; run pytest from the folder"),
         ("math:gelu", "math:gelu: module math has no gelu"),
         ("math:pi", "math:pi is a float, which cannot be called"),
         ("broken_kernel:gelu", "importing broken_kernel raised RuntimeError: no compiler"),

@@ -68,16 +68,17 @@ def actions_for(
         )
     failed = [j for j in judgements if j.verdict is Verdict.REGRESSION]
     if failed:
+        where = " or ".join(dict.fromkeys(map(_where, failed)))
         actions.append(
             Action(
                 f"{count(len(failed), 'case')} outside the bound, or moved without a reason",
                 f"python -m pytest --lf{rerun}",
-                "measures just these again; an error that stays is in the framework or in what "
-                "stands below it, one that goes was not repeatable",
+                f"measures just these again; an error that stays is in {where}, one that goes was "
+                "not repeatable",
                 urgent=True,
             )
         )
-    actions += _failed_nodes(failed)
+    actions += _failed_nodes([j for j in failed if _where(j) == FRAMEWORK])
     moved_alone = [j for j in judgements if j.verdict is Verdict.NONDETERMINISTIC]
     if moved_alone:
         actions.append(
@@ -107,6 +108,17 @@ def actions_for(
     actions += _known_faults(judgements)
     actions += _unverified(judgements, urgent=code == verdict.EXIT_UNVERIFIED)
     return sorted(actions, key=lambda action: (action.known, not action.urgent))
+
+
+FRAMEWORK = "the framework or in what stands below it"
+
+
+def _where(failed: Judgement) -> str:
+    """Whose code a failing case ran: not torch's, where a kernel or a model of one's own did."""
+    case = failed.case
+    if case.node in case.figures.get("own_kernels", ()):
+        return f"your own kernel of {case.node}"
+    return "your model" if case.node == "model" else FRAMEWORK
 
 
 def _failed_nodes(failed: Sequence[Judgement]) -> list[Action]:

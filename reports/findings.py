@@ -267,7 +267,13 @@ def _headline(record: Record, judgements: Sequence[Judgement], code: int) -> str
 
 
 def _framework(fields: Mapping[str, Any]) -> str:
-    return f"torch {fields.get('torch', 'of no known version')}"
+    own = [
+        f"{str(value).partition(' ')[0]} as its {name.removeprefix('implementation_')}"
+        for name, value in fields.items()
+        if name.startswith("implementation_")
+    ]
+    torch = f"torch {fields.get('torch', 'of no known version')}"
+    return torch + (f" with {', '.join(own)}" if own else "")
 
 
 def _tone(record: Record, judgements: Sequence[Judgement], code: int) -> str:
