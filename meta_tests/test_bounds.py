@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import special
 
-from fixtures.numerics import bounds, gelu_bounds, references
+from fixtures.numerics import attention_bounds, bounds, gelu_bounds, references
 from fixtures.numerics.bounds import Bound
 from fixtures.numerics.errors import compare
 from fixtures.numerics.formats import BF16, FP16, FP32, FP64, Format, all_values, round_to
@@ -66,6 +66,21 @@ class TestSums:
         error = (total - terms.sum()).abs().item()
         assert error > 100 * bounds.dot_product(terms.sum(), 64, FP32).limit
         assert error < bounds.dot_product(terms.sum(), 64, BF16).limit
+
+    def test_slices_added_in_16_bit_are_within_the_bound_and_every_term_is_not(self) -> None:
+        """256 and 63 sums of 1, each below half an ulp: the worst order there is."""
+        terms = torch.zeros(2048, dtype=torch.float64)
+        terms[0], terms[32::32] = 256.0, 1.0
+        parts = attention_bounds.slices(2048)
+        assert (parts, attention_bounds.slices(33), attention_bounds.slices(1)) == (64, 2, 1)
+        total = torch.zeros((), dtype=torch.float64)
+        for part in terms.view(parts, 32).sum(1):
+            total = round_to(total + round_to(part, BF16), BF16)
+        bound = attention_bounds.partial_sums_rounded(terms.sum(), parts, BF16)
+        assert 0.5 < compare(total[None], terms.sum()[None], bound.limit, BF16).margin < 1
+        ones = torch.ones(2048, dtype=torch.float64)  # one by one they stop at 256
+        bound = attention_bounds.partial_sums_rounded(ones.sum(), parts, BF16)
+        assert compare(f64(256.0), f64(2048.0), bound.limit, BF16).margin > 2
 
     def test_a_ring_is_within_its_bound_and_a_rank_counted_twice_is_not(self) -> None:
         ranks = torch.from_numpy(np.random.default_rng(0).normal(size=(4, 1000)))

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from fixtures import compiling
 from fixtures.check import Check
+from fixtures.collection import exists
 from fixtures.devices import Device
 from fixtures.distributed import sharding
 from fixtures.distributed.ranks import Rank, RunRanks
@@ -244,6 +245,7 @@ class TestOp:
             check.exact(gradient.cpu() + 0.0, want + 0.0, name=name, inputs=case.digest)
 
     @pytest.mark.parametrize("probability", [0.0, 0.1], ids=lambda p: f"p{p:g}")
+    @exists(lambda device, threads: device.type == "cpu" or threads == 1)
     @pytest.mark.parametrize("threads", [1, 2], ids=lambda n: f"threads{n}")
     @variants
     @formats
