@@ -12,9 +12,9 @@ RUNS    := reports/runs
 
 venv = $(VENVS)/$(subst ==,-,$(1))
 RUN  = $(if $(USE),$(USE),$(call venv,$(TORCH))/bin/python)
-NEED = $(if $(USE),,$(call venv,$(TORCH))/ready)
+NEED = $(if $(USE),usable,$(call venv,$(TORCH))/ready)
 
-.PHONY: gate test upgrade golden faults bench predict twins claims clean honest
+.PHONY: gate test upgrade golden faults bench predict twins claims clean honest usable
 
 gate: honest $(NEED)  ## check the torch that is installed; prints the matrix, writes a record
 	$(RUN) -m pytest -n $(WORKERS)
@@ -56,8 +56,18 @@ honest:
 clean:
 	rm -rf $(VENVS) .pytest_cache .hypothesis .mypy_cache .ruff_cache
 
-# Pins, so that the same environment is built everywhere; torch itself is what TORCH says.
+usable:
+	@command -v '$(USE)' > /dev/null || { echo "error: USE=$(USE) cannot be run; name the interpreter whose torch is to be checked, as USE=/opt/venv/bin/python"; exit 4; }
+	@'$(USE)' -c 'import sys; from importlib.util import find_spec; lacks = [n for n in "torch pytest hypothesis numpy scipy safetensors mpmath packaging".split() if not find_spec(n)]; \
+	lacks and sys.exit("error: $(USE) lacks " + ", ".join(lacks) + "; with torch installed, $(USE) -m pip install -e . adds the rest")'
+
+# Pins, so that the same environment is built everywhere; torch itself is what TORCH says, and what
+# torch requires is its own choice. Where pip fails, its words are shown and nothing half made stays.
 $(VENVS)/%/ready: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENVS)/$*
-	$(VENVS)/$*/bin/python -m pip install -q -c constraints.txt $(TORCH) -e '.[dev]'
+	@echo "$(VENVS)/$*: installing $(TORCH) and the suite, which takes minutes; pip's words: $(VENVS)/$*.log"
+	@mkdir -p $(VENVS); \
+	trap 'test -e $@ || rm -rf $(VENVS)/$*' EXIT; trap 'exit 130' INT TERM; \
+	{ $(PYTHON) -m venv $(VENVS)/$* && \
+	  $(VENVS)/$*/bin/python -m pip install -c constraints.txt $(TORCH) -e '.[dev]'; \
+	} > $(VENVS)/$*.log 2>&1 || { tail -n 40 $(VENVS)/$*.log; exit 1; }; \
 	touch $@

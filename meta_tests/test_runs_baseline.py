@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from meta_tests.running import Repository, change_json, copy_repository, read_json
 
@@ -205,9 +206,16 @@ def test_a_record_without_its_tensors_is_refused_everywhere(repository: Reposito
     assert repository.run("exit-code", "nowhere", module="reports").code == 4
 
 
+def test_an_upgrade_from_no_torch_names_the_interpreter(repository: Repository) -> None:
+    ended = repository.run("upgrade", "no/such/python", module="reports")
+    assert ended.code == 4
+    assert "error: no/such/python cannot load torch (" in ended.text
+
+
 def test_an_upgrade_is_two_runs_and_a_table_of_what_moved(repository: Repository) -> None:
     ended = repository.run("upgrade", sys.executable, "-n", "0", module="reports")
     assert ended.code == 0
     assert "2 did not move" in ended.text
+    assert f"== torch {torch.__version__} -> {torch.__version__}\n\n" in ended.text
     [folder] = (repository.root / "reports" / "runs").glob("upgrade-*")
     assert read_json(folder / "new" / "verdict.json")["baseline"].endswith("/old")

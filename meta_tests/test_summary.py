@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from fixtures import summary, verdict
 from fixtures.environment import environment_id
 from fixtures.record import Case, Record
@@ -248,6 +250,25 @@ def test_a_device_that_the_baseline_lacks_is_one_line() -> None:
     changes = summary.environment_changes({}, ENVIRONMENT)
     assert changes == ["", "changed in the environment:", "  cpu: not in the baseline"]
     assert summary.environment_changes(ENVIRONMENT, ENVIRONMENT) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("2.13.0+cpu", "2.14.1+cu130", "builds of two kinds (cpu, cu)"),
+        ("2.13.0", "2.14.1+cpu", "builds of two kinds (unnamed, cpu)"),
+        ("2.6.0+cu124", "2.14.1+cu130", ""),
+        ("2.13.0+cpu", "2.14.1+cpu", ""),
+        ("2.13.0", "2.14.1", ""),
+    ],
+)
+def test_builds_of_two_kinds_are_told_apart_from_two_releases(
+    old: str, new: str, said: str
+) -> None:
+    sides = [{"cpu": {"torch": version}} for version in (old, new)]
+    changes = "\n".join(summary.environment_changes(*sides))
+    assert said in changes
+    assert ("note:" in changes) == bool(said)
 
 
 def test_settings_of_the_host_are_listed_where_nothing_else_was_asked_for() -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fixtures import journal, record, summary, verdict
+from fixtures.environment import two_builds
 from fixtures.record import Record, RecordError
 from fixtures.run import require_baseline
 from reports import findings, writing
@@ -135,7 +136,11 @@ def gate_upgrade(old_python: str, workers: str) -> int:
     """Records with the old interpreter, gates this one against it, prints the table of changes."""
     folder = Path("reports") / "runs" / f"upgrade-{time.strftime('%Y%m%d-%H%M%S')}"
     old, new = folder / "old", folder / "new"
-    print("== the old environment: recorded\n", flush=True)
+    versions = [_torch_of(python) for python in (old_python, sys.executable)]
+    print(f"== torch {' -> '.join(versions)}", flush=True)
+    if note := two_builds(*versions):
+        print(note, flush=True)
+    print("\n== the old environment: recorded\n", flush=True)
     _gate(old_python, workers, old, "none")
     if not old.exists():
         print(f"error: the old environment left no record in {old}; its run is shown above")
@@ -149,6 +154,19 @@ def gate_upgrade(old_python: str, workers: str) -> int:
         title = f"upgrade to {sys.executable}"
         write_report(findings.compare(before, now, title=title, baseline=str(old)), folder)
     return code
+
+
+def _torch_of(python: str) -> str:
+    """The version of an interpreter's torch, its build included, as torch itself says it."""
+    ask = [python, "-c", "import torch; print(torch.__version__)"]
+    try:
+        return subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = getattr(error, "stderr", "").strip().splitlines() or [str(error)]
+        raise RecordError(
+            f"{python} cannot load torch ({said[-1]}); name the interpreter of an environment "
+            "that has torch and the suite"
+        ) from error
 
 
 def _gate(python: str, workers: str, folder: Path, baseline: str) -> int:

@@ -15,7 +15,7 @@ trap 'rm -rf "$work"' EXIT
 
 make_environment() { # folder, release
     "${PYTHON:-python3}" -m venv "$1"
-    "$1/bin/python" -m pip install -q -c constraints.txt "$2" -e .
+    "$1/bin/python" -m pip install -c constraints.txt "$2" -e .
 }
 
 make_environment "$work/old" "$1"
