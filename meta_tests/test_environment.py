@@ -101,6 +101,12 @@ CPU_SWITCHES = [
     ("sdpa_mem_efficient", torch.backends.cuda.enable_mem_efficient_sdp, True, False),
     ("sdpa_math", torch.backends.cuda.enable_math_sdp, True, False),
     ("sdpa_cudnn", torch.backends.cuda.enable_cudnn_sdp, True, False),
+    (
+        "sdpa_math_in_16_bit",
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp,
+        False,
+        True,
+    ),
 ]
 GPU_SWITCHES = [
     ("tf32_matmul", assign(BACKENDS.cuda.matmul, "allow_tf32"), False, True),
@@ -178,6 +184,9 @@ class TestSwitches:
         [
             *((CPU, name) for name in environment._CPU_SWITCHES),
             *((H200, name) for name in environment._CUDA_SWITCHES),
+            (CPU, "TORCHINDUCTOR_USE_FAST_MATH"),
+            (H200, "CUBLAS_EMULATE_SINGLE_PRECISION"),
+            (H200, "NCCL_P2P_LEVEL"),
         ],
         ids=lambda parameter: str(getattr(parameter, "name", parameter)),
     )

@@ -42,9 +42,11 @@ CHECKS = """
             check.exact(dist.is_initialized(), False, name="left")
 """
 FAILING = """
+        @pytest.mark.takes_ranks(3)
         def test_breaks(self, check, ranks):
             ranks(break_in_one, 3)
 
+        @pytest.mark.takes_ranks(3)
         def test_sound_again(self, check, ranks):
             check.exact(ranks(total, 3, None), [3.0] * 3)
 """

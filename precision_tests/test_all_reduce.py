@@ -288,6 +288,20 @@ class TestOp:
         after_wait = ranks(reduce_asynchronously, world_size, values)[0]
         check.exact(after_wait, first[0], name="asynchronous")
 
+    @pytest.mark.gpu_only
+    @formats
+    @world_sizes
+    def test_sum_in_the_switch(
+        self, check: Check, ranks_in_switch: RunRanks, fmt: Format, world_size: int
+    ) -> None:
+        """NCCL chooses, as in training; the message is long enough for NVLS where there is one."""
+        values = sample(fmt, world_size, 2**22)
+        want = torch.stack([value.double() for value in values]).sum(0)
+        got = ranks_in_switch(reduce, world_size, values)[0]
+        order = "a switch adds in an order that NCCL does not promise"
+        check.within(got, want, sum_bound(values, fmt), not_repeatable=order)
+
+    @pytest.mark.takes_ranks(4)
     def test_fp16_sum_overflows_unless_divided_first(self, check: Check, ranks: RunRanks) -> None:
         values = [torch.full((4,), 40000.0, dtype=torch.float16) for _ in range(4)]
         check.exact(ranks(reduce, 4, values)[0].tolist(), [math.inf] * 4, name="sum")

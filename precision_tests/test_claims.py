@@ -41,6 +41,7 @@ def test_in_one_process(check: Check, claim: Claim) -> None:
     hold(check, claim, claim.measure())
 
 
+@pytest.mark.takes_ranks(4)
 @statements("over_ranks")
 def test_over_ranks(check: Check, ranks: RunRanks, device: Device, claim: Claim) -> None:
     """The rulings are about gloo, on the CPU: what NCCL gives is recorded."""

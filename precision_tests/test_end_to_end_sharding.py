@@ -164,7 +164,10 @@ SPOILED: dict[str, list[float | None]] = {
     "first": [math.nan, math.inf, None, None],
     "later": [None, -math.inf, math.nan, None],
 }
-spread = pytest.mark.parametrize("implementation", SPREAD)
+spread = pytest.mark.parametrize(
+    "implementation",
+    [pytest.param(name, marks=pytest.mark.takes_ranks(w)) for name, (w, _) in SPREAD.items()],
+)
 
 
 @spread

@@ -34,6 +34,7 @@ def leaves_parameters_out(user: UserModel, device: Device) -> bool:
     return truth_of(user, device.torch).step.gradients.keys() != set(trained)
 
 
+@pytest.mark.takes_ranks(1)
 def test_fresh_process_repeats_the_step(
     check: Check, user: UserModel, device: Device, ranks: RunRanks, spec: str
 ) -> None:
