@@ -16,4 +16,9 @@ if fixtures.__file__ is None or Path(fixtures.__file__).resolve() != _OURS.resol
         returncode=4,
     )
 
-pytest_plugins = ["fixtures.collection", "fixtures.plugin", "reports.plugin"]
+pytest_plugins = [
+    "fixtures.collection",
+    "fixtures.results",
+    "fixtures.plugin",
+    "reports.plugin",
+]

@@ -61,11 +61,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def exit_code(folder: Path) -> int:
-    """The code that the run of a record ended with."""
-    concluded = record.read(folder).verdict
-    if "exit_code" not in concluded:
+    """The code that the run of a record ended with; never 0 for one that was cut short."""
+    found = record.read(folder)
+    if "exit_code" not in found.verdict:
         raise RecordError(f"{folder} holds no verdict: it is a golden observation, not a run")
-    return int(concluded["exit_code"])
+    code = int(found.verdict["exit_code"])
+    return code if found.complete else code or verdict.EXIT_INTERRUPTED
 
 
 def render_record(source: Path, target: Path | None) -> int:
@@ -128,6 +129,8 @@ def compare_records(baseline: Record, observed: Record) -> int:
     for line in summary.drift_table(judgements) if moved else []:
         print(f"  {line}")
     code = verdict.exit_code(judgements)
+    if not observed.complete:
+        code = code or verdict.EXIT_INTERRUPTED
     print(f"\nverdict: {verdict.EXIT_MEANING[code]} (exit code {code})")
     return code
 
