@@ -345,6 +345,20 @@ class TestOp:
         want = layer_norm_bounds.forward(x, one, zero, EPS)
         check.within(got, want, layer_norm_bounds.forward_bound(x, one, zero, EPS, fmt))
 
+    @pytest.mark.parametrize("width", [1024, 4096, 8192], ids=lambda n: f"width{n}")
+    @all_formats
+    def test_wide_rows(self, check: Check, device: Device, fmt: Format, width: int) -> None:
+        """Of models, and of CUDA's vectorised kernel, which takes widths that 4 divides."""
+        rows = rows_of("plain", width)
+        x, weight, bias, dy = (rows[name] for name in ("x", "weight", "bias", "dy"))
+        kept, summed = kept_in(fmt, "own", device), fmt if device.type == "cpu" else None
+        wants = layer_norm_bounds.gradients(x, weight, dy, EPS)
+        limits = layer_norm_bounds.gradient_bounds(x, weight, dy, EPS, fmt, kept, summed_in=summed)
+        wants["y"] = layer_norm_bounds.forward(x, weight, bias, EPS)
+        limits["y"] = layer_norm_bounds.forward_bound(x, weight, bias, EPS, fmt)
+        for name, got in gradients_of(eager, rows, fmt, device).items():
+            check.within(got, wants[name], limits[name], name=name)
+
     @all_formats
     def test_row_alone_or_in_a_batch(self, check: Check, device: Device, fmt: Format) -> None:
         rows = rows_of("plain", 257)
