@@ -273,7 +273,7 @@ class TestOp:
         model = blocks(24, 33, 0.1, device, FP32)
         got = []
         for checkpointed in (plain, VARIANTS[implementation]):
-            with torch.autocast(device.type, low.dtype):
+            with torch.autocast(device.torch.type, low.dtype):
                 got.append(step(model, checkpointed, 19, 24))
         check.exact(got[1], got[0])
 

@@ -148,9 +148,10 @@ def ones(device: Device, fmt: Format, *shape: int) -> Tensor:
 
 
 def state_of(device: Device) -> Tensor:
-    if device.type == "cuda":
-        return torch.cuda.get_rng_state(device.torch)
-    return torch.get_rng_state()
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    state: Tensor = torch.get_device_module(device.torch).get_rng_state(device.torch)
+    return state
 
 
 def channels(dims: int) -> Operation:

@@ -95,7 +95,7 @@ GOLDEN = (
 
 
 def scaler_on(device: Device, **arguments: Any) -> torch.amp.GradScaler:
-    scaler = torch.amp.GradScaler(device.type, **arguments)
+    scaler = torch.amp.GradScaler(device.torch.type, **arguments)
     scaler.scale(torch.ones((), device=device.torch))  # the scale lives where the loss does
     return scaler
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fixtures import verdict
-from fixtures.environment import changed_fields, environment_id
+from fixtures.devices import PRETENDED
+from fixtures.environment import changed_fields, environment_id, is_pretended
 from fixtures.record import Record
 from fixtures.summary import environment_line
 from fixtures.verdict import EXIT_MEANING, Judgement, Verdict, judgements_of
@@ -160,6 +161,7 @@ def _found(
     changed: Sequence[Change],
     score: Mapping[str, Any],
 ) -> Findings:
+    pretended = is_pretended(record.environment)
     by_default = [f"--inject={record.injected}"] if record.injected else []
     options = record.run.get("options", by_default)
     again = "".join(f" {shlex.quote(str(option))}" for option in options)
@@ -171,7 +173,7 @@ def _found(
     tests = list(dict.fromkeys(j.case.test for j in failed if j.case.test))
     return Findings(
         title=title,
-        headline=_headline(record, judgements, code),
+        headline=f"{PRETENDED} GPU: " * pretended + _headline(record, judgements, code),
         tone=_tone(record, judgements, code),
         code=code,
         banners=_banners(record),
@@ -290,6 +292,11 @@ def _banners(record: Record) -> list[str]:
         banners.append(
             f"INJECTED: this run was made under the deliberate fault {record.injected}; it proves "
             "that a check can fail and says nothing about this machine"
+        )
+    if is_pretended(record.environment):
+        banners.append(
+            f"{PRETENDED}: the GPU of this run is a device in Python; it rehearses the checks and "
+            "says nothing about a real one"
         )
     if not record.complete:
         banners.append(

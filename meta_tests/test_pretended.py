@@ -1,0 +1,229 @@
+"""The pretended GPU refuses what CUDA refuses, computes as CUDA does, and is not taken for one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fixtures.numerics.formats import BF16, FP16, Format
+from fixtures.pretended import autocast, chips, install, kernels, optimizers, welford
+from fixtures.pretended.chips import PretendError
+from meta_tests.running import Repository, copy_repository
+
+aten = torch.ops.aten
+BOTH = {"CUDA_VISIBLE_DEVICES": "0,1"}
+half_formats = pytest.mark.parametrize("fmt", [BF16, FP16], ids=lambda fmt: fmt.name)
+
+
+# --- whole runs ---------------------------------------------------------------------------------
+
+CHECK = """
+    class TestOp:
+        def test_twice(self, check, device):
+            x = torch.arange(4.0).to(device.torch)
+            twice = {}
+            check.exact(twice.cpu(), torch.tensor([0.0, 2.0, 4.0, 6.0]))
+"""
+HEALTHY = {
+    "number": "x * torch.tensor(2.0)",
+    "copy": "x + torch.arange(4.0, device=device.torch)",
+    "index": "2 * x[torch.arange(4)]",
+    "in-place": "x.add_(x)",
+    "filled": "torch.stack([x, x], out=torch.empty(0, device=device.torch)).sum(0)",
+    "by-numpy": "torch.from_numpy(2 * x.cpu().numpy()).to(device.torch)",
+}
+MISTAKES = {
+    "not-moved": ("x + torch.arange(4.0)", "Expected all tensors to be on the same device"),
+    "numpy": ("torch.from_numpy(2 * x.numpy())", "can't convert pretended:0 device type tensor"),
+    "cpu-generator": (
+        "torch.rand(4, device=device.torch, generator=torch.Generator())",
+        "Expected a 'pretended' device type for generator but found 'cpu'",
+    ),
+    "device-generator": (
+        "torch.rand(4, generator=torch.Generator(device.torch)).to(device.torch)",
+        "Expected a 'cpu' device type for generator but found 'pretended'",
+    ),
+}
+
+
+def rehearse(tmp_path: Path, check: str, *arguments: str) -> tuple[Repository, int, str]:
+    repository = copy_repository(tmp_path)
+    repository.write_checks(check)
+    ended = repository.run(
+        *("-m", "h100", "--pretend", "h100", "--record", "record", *arguments), **BOTH
+    )
+    return repository, ended.code, ended.text
+
+
+def test_what_cuda_takes_passes_and_every_line_says_that_the_gpu_is_pretended(
+    tmp_path: Path,
+) -> None:
+    checks = "".join(
+        CHECK.format(line).replace("twice(", f"{name.replace('-', '_')}(")
+        for name, line in HEALTHY.items()
+    )
+    body = checks.replace("\n    class TestOp:", "")
+    repository, code, text = rehearse(tmp_path, "\n    class TestOp:" + body)
+    assert code == 0, text
+    assert f"{len(HEALTHY)} passed" in text
+    assert "precision: h100: torch" in text
+    assert "PRETENDED H100" in text
+    assert "verdict: PRETENDED GPU, not a real one: every verified case holds" in text
+    record = repository.root / "record"
+    assert "PRETENDED H100" in (record / "cases.json").read_text()
+    refused = repository.run("-m", "h100", "--pretend", "h100", "--baseline", record, **BOTH)
+    assert refused.code == 4
+    assert "PRETENDED GPU: it cannot be a baseline" in refused.text
+    assert repository.run("render", record, module="reports").code == 0
+    assert "PRETENDED GPU: All" in (record / "report.md").read_text()
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_that_cuda_refuses_is_red(tmp_path: Path, mistake: str) -> None:
+    line, said = MISTAKES[mistake]
+    _, code, text = rehearse(tmp_path, CHECK.format(line))
+    assert code == 1
+    assert said in text
+
+
+def test_nothing_is_made_golden_on_it(tmp_path: Path) -> None:
+    _, code, text = rehearse(tmp_path, CHECK.format("2 * x"), "--golden=propose")
+    assert code == 4
+    assert "leave out --pretend" in text
+
+
+def test_two_are_two_in_the_list_and_each_worker_is_pinned_to_one(tmp_path: Path) -> None:
+    check = """
+        @pytest.mark.parametrize("turn", range(4))
+        class TestOp:
+            def test_pinned(self, check, device, turn):
+                open("seen", "a").write(os.environ["CUDA_VISIBLE_DEVICES"] + "\\n")
+                torch.ones(1, device=device.torch)
+                check.exact(device.count, 2)
+                check.exact(device.torch.index, 0, name="index")
+    """
+    repository = copy_repository(tmp_path)
+    repository.write_checks(check)
+    arguments = ("-m", "h100", "--pretend", "h100,h100", "-n", "2", "--dist=each")
+    ended = repository.run(*arguments, CUDA_VISIBLE_DEVICES="1,0")
+    assert "4 passed" in ended.text, ended.text
+    assert sorted((repository.root / "seen").read_text().split()) == ["0"] * 4 + ["1"] * 4
+
+
+def test_what_used_it_before_a_worker_was_pinned_is_found(tmp_path: Path) -> None:
+    repository = copy_repository(tmp_path)
+    repository.write_checks(CHECK.format("2 * x"))
+    repository.edit(
+        "fixtures/plugin.py",
+        "    _find_devices(config)\n",
+        "    early()\n    _find_devices(config)\n",
+    )
+    with (repository.root / "fixtures" / "plugin.py").open("a") as plugin:
+        plugin.write("\n\ndef early():\n    import torch\n    torch.ones(1, device='pretended')\n")
+    ended = repository.run("-m", "h100", "--pretend", "h100,h100", "-n", "2", **BOTH)
+    assert "something used CUDA while it was imported" in ended.text
+
+
+# --- what it is called --------------------------------------------------------------------------
+
+
+def test_chips_have_the_capability_of_their_family() -> None:
+    one, other = chips.gpus_of("h100, A100")
+    assert (one.name, one.capability, one.pretended) == ("PRETENDED H100", (9, 0), True)
+    assert (other.name, other.capability) == ("PRETENDED A100", (8, 0))
+
+
+def test_an_unknown_chip_is_refused_by_name() -> None:
+    with pytest.raises(PretendError, match="no chip 'h1000'; chips are: v100, t4"):
+        chips.gpus_of("h1000")
+
+
+def test_a_torch_without_devices_in_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils import backend_registration
+
+    monkeypatch.setattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
+    with pytest.raises(PretendError, match=r"has no devices in Python; they came with torch 2\.9"):
+        install.install(chips.gpus_of("h100"))
+    assert not chips.asked()
+
+
+# --- CUDA's algorithms --------------------------------------------------------------------------
+
+
+@half_formats
+def test_embedding_gradients_round_once_for_32_indices(fmt: Format) -> None:
+    """One large term, then small ones that are lost one by one and not in a sum of 31."""
+    small = fmt.unit_roundoff / 2
+    rows = torch.full((64, 1), small)
+    rows[0] = 1
+    got = kernels.run(
+        aten.embedding_dense_backward.default,
+        (rows.to(fmt.dtype), torch.zeros(64, dtype=torch.long), 1, -1, False),
+        {},
+    )
+    first = torch.tensor(1 + 31 * small).to(fmt.dtype)
+    assert got.item() == (first + torch.tensor(32 * small).to(fmt.dtype)).item()
+
+
+@half_formats
+@pytest.mark.parametrize(("width", "each_rounds"), [(32, False), (33, True)])
+def test_gradients_of_indices_round_each_time_in_wide_rows(
+    fmt: Format, width: int, each_rounds: bool
+) -> None:
+    small = fmt.unit_roundoff / 2
+    values = torch.full((64, width), small, dtype=fmt.dtype)
+    values[0] = 1
+    got = kernels.run(
+        aten._index_put_impl_.default,
+        (torch.zeros(3, width, dtype=fmt.dtype), [torch.full((64,), 2)], values, True, True),
+        {},
+    )
+    whole = torch.tensor(1 + 63 * small).to(fmt.dtype)
+    assert set(got[2].tolist()) == {1.0 if each_rounds else whole.item()}
+    assert not got[:2].any()
+
+
+def test_a_number_is_inverted_before_it_divides() -> None:
+    x = torch.arange(1.0, 200.0)
+    got = kernels.divided(x, 49.0)
+    assert torch.equal(got, x * (1 / torch.tensor(49.0)))
+    assert not torch.equal(got, x / 49.0)
+
+
+@pytest.mark.parametrize("width", [7, 16, 1030, 4096])
+def test_welford_gives_mean_and_variance(width: int) -> None:
+    rows = torch.randn(3, width, generator=torch.Generator().manual_seed(1)) + 10
+    mean, rstd = welford.moments(rows, 1e-5)
+    exact = rows.double()
+    assert (mean - exact.mean(1, True)).abs().max() < 1e-5
+    variance = exact.var(1, correction=0, keepdim=True)
+    assert (rstd * (variance + 1e-5).sqrt() - 1).abs().max() < 1e-5
+
+
+def test_layer_norm_refuses_weights_in_another_format() -> None:
+    """As ``data_ptr<T>()`` does in layer_norm_kernel.cu."""
+    x, weight = torch.ones(2, 4, dtype=torch.bfloat16), torch.ones(4)
+    with pytest.raises(RuntimeError, match="expected scalar type"):
+        kernels.run(aten.native_layer_norm.default, (x, [4], weight, None, 1e-5), {})
+
+
+def test_a_fused_step_in_16_bit_rounds_once_and_refuses_other_strides() -> None:
+    parameter = torch.full((2, 2), 1.0, dtype=torch.bfloat16)
+    gradient = torch.full((2, 2), 2.0**-8, dtype=torch.bfloat16)
+    options = {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "maximize": False}
+    step = optimizers.FUSED[aten._fused_sgd_.default]
+    step([parameter], [gradient], [], lr=1.0, weight_decay=2.0**-8, is_first_step=True, **options)
+    assert parameter[0, 0].item() == 1 - 2 * 2.0**-8
+    with pytest.raises(RuntimeError, match="params, grads, momentum_buffer_list must have same"):
+        step(
+            *([parameter], [gradient.t()[:, :1].expand(2, 2)], []),
+            **{"lr": 1.0, "weight_decay": 0.0, "is_first_step": True, **options},
+        )
+
+
+def test_autocast_knows_what_cuda_registers() -> None:
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
+    known = {f"aten::{name}" for names in autocast.policies().values() for name in names}
+    assert {name for name in registered if "cudnn" not in name} == known
