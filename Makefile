@@ -14,7 +14,7 @@ venv = $(VENVS)/$(subst ==,-,$(1))
 RUN  = $(if $(USE),$(USE),$(call venv,$(TORCH))/bin/python)
 NEED = $(if $(USE),usable,$(call venv,$(TORCH))/ready)
 
-.PHONY: gate test upgrade golden faults bench predict twins claims clean honest usable
+.PHONY: gate test pretended upgrade golden faults bench predict twins claims clean honest usable
 
 gate: honest $(NEED)  ## check the torch that is installed; prints the matrix, writes a record
 	$(RUN) -m pytest -n $(WORKERS)
@@ -24,6 +24,9 @@ test: $(NEED)  ## the suite's own tests, its style and its types
 	$(RUN) -m ruff format --check
 	$(RUN) -m mypy
 	$(RUN) -m pytest meta_tests -W error -n $(WORKERS)
+
+pretended: $(NEED)  ## rehearse a GPU's checks on two pretended H100 (docs/pretended.md)
+	$(RUN) -m pytest -m 'h100 and not ranks and not compiled' --pretend h100,h100 -n $(WORKERS)
 
 upgrade: honest  ## make upgrade FROM=torch==2.13.0 TO=torch==2.14.1: what did the upgrade change?
 	@test -n "$(FROM)" -a -n "$(TO)" || { echo 'usage: make upgrade FROM=torch==A TO=torch==B'; exit 4; }
