@@ -41,7 +41,6 @@ DEFECTS = (
     ("sixteen_bit_sum", "step_is and fp32", "first to leave its bound, in the order of the step: "),
     ("unseeded", "repeats and fp32 and not ranks", "got 'output of blocks.0.down'"),
     ("always_drops", "eval_draws", "got 4"),
-    ("uncounted_targets", "add_up", "say so with UserModel.valid"),
     ("forgets_momentum", "saved_and", "state-after"),
     ("sixteen_bit_update", "update", "flow of the update in fp32"),
     ("other_each_time", "factory_repeats", "breaks an exact invariant"),
@@ -201,6 +200,9 @@ def test_blocks_are_the_repeated_layers_that_share_nothing() -> None:
     names = {type(block).__name__ for block in blocks(load(f"{MODELS}:all_kinds").model)}
     assert names == {"Conv1d", "BatchNorm1d", "GRU", "MultiheadAttention", "Linear"}
     assert len(blocks(nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1)))) == 2
+    level = nn.ModuleDict({"down": nn.Linear(1, 1), "up": nn.Sequential(nn.Linear(1, 1))})
+    levels = nn.ModuleDict({"levels": nn.ModuleList([level])})  # containers have no forward
+    assert blocks(levels) == [level["down"], level["up"]]
 
 
 def test_difference_quotient_accepts_either_slope_at_a_kink_and_no_other() -> None:

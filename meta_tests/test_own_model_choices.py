@@ -1,0 +1,113 @@
+"""``--model``: what a model does on purpose is not red, and a failure names the word for it."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+from fixtures.own_model import factory, rank_jobs
+from fixtures.own_model.factory import COUPLES_EXAMPLES, UserModel, load, meant
+from fixtures.own_model.step import fresh, run_step
+from meta_tests.running import ROOT, Ended, Repository, copy_repository
+
+CPU = torch.device("cpu")
+MODELS = "meta_tests.choosing_models"
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Repository:
+    made = copy_repository(tmp_path_factory.mktemp("choices"), "model", "model_ranks")
+    for name in ("choosing_models", "own_models"):
+        shutil.copy(ROOT / "meta_tests" / f"{name}.py", made.root / f"{name}.py")
+    return made
+
+
+def checked(repository: Repository, spec: str, which: str) -> Ended:
+    return repository.run("-m", "model and not compiled", "--model", spec, "-k", which)
+
+
+# --- losses over more than one example ----------------------------------------------------------
+
+
+def test_a_loss_that_couples_examples_fails_with_the_word_that_says_so(
+    repository: Repository,
+) -> None:
+    ended = checked(repository, "choosing_models:contrastive", "add_up")
+    assert ended.code == 1, ended.text
+    assert "a balancing or contrastive loss, which is no mean over examples" in ended.text
+    assert "UserModel(deliberate=('couples examples',))" in ended.text
+    ended = checked(repository, "choosing_models:declared", "add_up")
+    assert (ended.code, "the model says of itself: couples examples" in ended.text) == (0, True)
+
+
+def test_a_balancing_loss_is_read_from_the_configuration() -> None:
+    class Config:
+        output_router_logits, router_aux_loss_coef = True, 0.02
+
+    model = nn.Linear(1, 1)
+    user = UserModel(model, lambda m, x: m(x).mean(), [torch.ones(1, 1)])
+    assert meant(user, COUPLES_EXAMPLES) == ""
+    model.config = Config()  # type: ignore[assignment]
+    assert "router_aux_loss_coef = 0.02" in meant(user, COUPLES_EXAMPLES)
+    Config.output_router_logits = False
+    assert meant(user, COUPLES_EXAMPLES) == ""
+
+
+def test_other_weights_than_rows_are_found_and_asked_for(repository: Repository) -> None:
+    """Batches of 18 targets, of which 0, 1, 2, 3 do not count."""
+    ended = checked(repository, "own_models:uncounted_targets", "add_up")
+    assert ended.code == 0, ended.text
+    assert "the batches add up with the weights 0.2727, 0.2576, 0.2424, 0.2273" in ended.text
+    assert "say what it counts with UserModel.valid" in ended.text
+
+
+def test_a_loss_over_all_ranks_is_that_of_their_rows_joined(repository: Repository) -> None:
+    ended = checked(repository, "choosing_models:gathered", "add_up or w2")
+    assert ended.code == 0, ended.text
+    assert "the loss is over the rows of all ranks: it calls c10d::allgather_" in ended.text
+    ended = checked(repository, "choosing_models:lost_factor", "w2")
+    assert ended.code == 1, ended.text
+    assert "flow of the model over 2 ranks, their rows joined" in ended.text
+
+
+# --- blocks -------------------------------------------------------------------------------------
+
+
+def test_a_cache_among_its_arguments_does_not_grow_when_a_block_is_recomputed() -> None:
+    user = load(f"{MODELS}:caching")
+    plain, again = fresh(user, CPU), rank_jobs.checkpointed(fresh(user, CPU))
+    one, other = (run_step(user, model, watch=False) for model in (plain, again))
+    assert one.loss == other.loss
+    assert all(torch.equal(one.gradients[n], g) for n, g in other.gradients.items())
+
+
+def test_what_a_block_is_given_is_copied_and_its_tensors_are_not() -> None:
+    x, module = torch.ones(1), nn.Linear(1, 1)
+    given = {"list": [x, (x, [module])], "kind": factory.UserModelError}
+    given["self"] = given
+    made = rank_jobs._copied(given, {})
+    assert made is not given
+    assert made["self"] is made
+    assert made["list"] is not given["list"]
+    assert made["list"][0] is x
+    assert made["list"][1][1] == [module]
+    assert made["kind"] is factory.UserModelError
+
+
+@pytest.mark.parametrize(
+    ("spec", "which", "text"),
+    [
+        ("remembering", "checkpointing and fp32", "(config.use_cache = False)"),
+        ("calls_parts", "w2-fully_shard", "let UserModel.wrap shard what is called as a whole"),
+        ("reads_an_attribute", "w2-ddp", "let forward return what the loss needs"),
+    ],
+)
+def test_a_program_that_raises_in_one_check_is_unverified_and_asked_for(
+    repository: Repository, spec: str, which: str, text: str
+) -> None:
+    ended = checked(repository, f"choosing_models:{spec}", which)
+    assert (ended.code, text in ended.text) == (22, True), ended.text
+    assert "REGRESSION" not in ended.text
