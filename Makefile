@@ -14,10 +14,13 @@ venv = $(VENVS)/$(subst ==,-,$(1))
 RUN  = $(if $(USE),$(USE),$(call venv,$(TORCH))/bin/python)
 NEED = $(if $(USE),usable,$(call venv,$(TORCH))/ready)
 
-.PHONY: gate test pretended upgrade golden faults bench predict twins claims clean honest usable
+.PHONY: gate gpu test pretended upgrade golden faults bench predict twins claims clean honest usable
 
 gate: honest $(NEED)  ## check the torch that is installed; prints the matrix, writes a record
 	$(RUN) -m pytest -n $(WORKERS)
+
+gpu: honest $(NEED)  ## the first minutes on a GPU: all that is worth knowing, in one folder (docs/first_gpu.md)
+	$(RUN) -m fixtures.first_minutes $(if $(PRETEND),--pretend $(PRETEND))
 
 test: $(NEED)  ## the suite's own tests, its style and its types
 	$(RUN) -m ruff check

@@ -32,7 +32,7 @@ from fixtures.golden import Golden, LoadTruth, Truth
 from fixtures.numerics import bounds, gelu_bounds, references
 from fixtures.numerics.bounds import Bound
 from fixtures.numerics.formats import BF16, FORMATS, FP16, FP32, FP64, Format, all_values, from_bits
-from fixtures.numerics.gelu_bounds import ELEMENTARY
+from fixtures.numerics.gelu_bounds import elementary
 from fixtures.training import flow
 
 FORMS = ("erf", "tanh")
@@ -116,7 +116,7 @@ IMPLEMENTATIONS = [
 def bound_of(form: str, x: torch.Tensor, want: torch.Tensor, fmt: Format, device: Device) -> Bound:
     """The forward bound: the fp32 evaluation, then one rounding of what it returns."""
     evaluation = {"erf": gelu_bounds.gelu_erf, "tanh": gelu_bounds.gelu_tanh}[form](
-        x, ELEMENTARY[device.type]
+        x, elementary(device.name, device.type)
     )
     return _with_result_rounded(evaluation, want, fmt)
 
@@ -125,7 +125,7 @@ def gradient_bound_of(
     form: str, x: torch.Tensor, dy: float, want: torch.Tensor, fmt: Format, device: Device
 ) -> Bound:
     functions = {"erf": gelu_bounds.gelu_erf_gradient, "tanh": gelu_bounds.gelu_tanh_gradient}
-    evaluation = functions[form](x, dy, ELEMENTARY[device.type])
+    evaluation = functions[form](x, dy, elementary(device.name, device.type))
     return _with_result_rounded(evaluation, want, fmt)
 
 
