@@ -126,6 +126,27 @@ def test_what_used_it_before_a_worker_was_pinned_is_found(tmp_path: Path) -> Non
     assert "something used CUDA while it was imported" in ended.text
 
 
+def test_a_brief_run_has_the_sentinels_and_one_case_of_every_operation_and_format(
+    tmp_path: Path,
+) -> None:
+    check = """
+        of = pytest.mark.parametrize
+        @of("size", [1, 2])
+        @of("fmt", ["bf16", "fp32"])
+        @of("operation", [torch.add, torch.mul])
+        class TestOp:
+            def test_any(self, check, device, operation, fmt, size):
+                check.exact(1, 1)
+
+            @pytest.mark.sentinel
+            def test_fast(self, check, device, operation, fmt, size):
+                check.exact(1, 1)
+    """
+    _, code, text = rehearse(tmp_path, check, "--brief")
+    assert code == 0, text
+    assert "12 passed" in text
+
+
 # --- what it is called --------------------------------------------------------------------------
 
 
