@@ -28,8 +28,9 @@ test: $(NEED)  ## the suite's own tests, its style and its types
 	$(RUN) -m mypy
 	$(RUN) -m pytest meta_tests -W error -n $(WORKERS)
 
-pretended: $(NEED)  ## rehearse a GPU's checks on two pretended H100 (docs/pretended.md)
-	$(RUN) -m pytest -m 'h100 and not ranks and not compiled' --pretend h100,h100 -n $(WORKERS)
+pretended: $(NEED)  ## rehearse a GPU's checks on two pretended H100 (docs/pretended.md); BRIEF=1 a selection
+	$(RUN) -m pytest -m 'h100 and not ranks and not compiled' --pretend h100,h100 -n $(WORKERS) \
+	--model meta_tests.own_models:sound $(if $(BRIEF),--brief)
 
 upgrade: honest  ## make upgrade FROM=torch==2.13.0 TO=torch==2.14.1: what did the upgrade change?
 	@test -n "$(FROM)" -a -n "$(TO)" || { echo 'usage: make upgrade FROM=torch==A TO=torch==B'; exit 4; }
