@@ -10,7 +10,7 @@ import torch
 
 from fixtures import check as check_module
 from fixtures.check import BoundExceededError, Check
-from fixtures.known_faults import KnownFault
+from fixtures.known_fault import KnownFault
 from fixtures.numerics import bounds
 from fixtures.numerics.bounds import Bound
 from fixtures.numerics.formats import FP32

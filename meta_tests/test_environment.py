@@ -80,6 +80,33 @@ class TestId:
             assert not any(isinstance(value, (dict, list)) for value in fields.values())
 
 
+@pytest.mark.parametrize(
+    ("flags", "switches", "isa"),
+    [
+        ("avx2 avx512f avx512bw avx512vl avx512dq", {}, "avx512"),
+        ("avx2 avx512f avx512bw avx512vl avx512dq", {"ATEN_CPU_CAPABILITY": "avx2"}, "avx512"),
+        ("avx2 avx512f avx512bw avx512vl avx512dq", {"ONEDNN_MAX_CPU_ISA": "AVX2"}, "narrower"),
+        ("avx2 avx512f avx512bw avx512vl avx512dq", {"DNNL_MAX_CPU_ISA": "sse41"}, "narrower"),
+        (
+            "avx2 avx512f avx512bw avx512vl avx512dq",
+            {"ONEDNN_MAX_CPU_ISA": "avx512_core", "DNNL_MAX_CPU_ISA": "AVX2"},
+            "avx512",
+        ),
+        ("avx2 avx512f avx512bw avx512vl avx512dq", {"ONEDNN_MAX_CPU_ISA": "odd"}, "avx512"),
+        ("avx2 avx512f", {}, "narrower"),
+    ],
+)
+def test_the_width_of_onednn_is_that_of_the_cpu_up_to_its_own_switch(
+    monkeypatch: pytest.MonkeyPatch, flags: str, switches: dict[str, str], isa: str
+) -> None:
+    monkeypatch.setattr(environment, "_cpu_flags", lambda: set(flags.split()))
+    for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in switches.items():
+        monkeypatch.setenv(name, value)
+    assert cpu_fields()["onednn_isa"] == isa
+
+
 # Switches that reach the CPU's results, and those of a GPU: how they are set, before and now.
 # Per-backend precisions came with torch 2.9.
 PER_BACKEND = hasattr(BACKENDS.cuda.matmul, "fp32_precision")

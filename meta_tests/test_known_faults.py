@@ -11,9 +11,11 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from fixtures import known_faults
-from fixtures.known_faults import KNOWN_FAULTS, KnownFault, known_fault, stale
+from fixtures.known_fault import KnownFault
+from fixtures.known_faults import KNOWN_FAULTS, known_fault, outlived, stale
 from fixtures.nodes import AREA_IDS, NODE_IDS, PROMISES
 
+RELEASES = ("2.5.1", "2.6.0", "2.8.0", "2.10.0", "2.12.1", "2.13.0", "2.14.1")
 ROW = KnownFault(
     cases=("gelu/op/huge-*/cpu/*/eager", "gelu/op/infinity/cpu/bf1?"),
     releases=">=2.5,<=2.14.1",
@@ -118,6 +120,29 @@ def test_the_range_is_of_the_package_that_is_at_fault(table: Any) -> None:
     assert known_fault("gelu/op/infinity/cpu/bf16", {"torch": "2.6.6"}) is None
 
 
+@pytest.mark.parametrize(
+    ("releases", "release", "said"),
+    [
+        (">=2.5,<=2.14.1", "2.14.1+cpu", ""),
+        (">=2.5,<=2.14.1", "2.15.0", "known up to 2.14.1, still wrong here: a defect [an issue]"),
+        (">=2.5,<=2.14.1", "2.15.0.dev2026+cu130", "known up to 2.14.1, still wrong here"),
+        (">=2.5,<2.14", "2.15.0", "known before 2.14, still wrong here"),
+        (">=2.5,<2.14", "2.4.1", ""),
+    ],
+)
+def test_a_release_past_the_range_is_told_which_fault_it_still_has(
+    table: Any, releases: str, release: str, said: str
+) -> None:
+    table(replace(ROW, releases=releases, got=("nan",), where={"isa": ("avx2",)}))
+    here = {"torch": release, "isa": "avx2"}
+    found = outlived("gelu/op/infinity/cpu/bf16", here, ["nan"])
+    assert found.startswith(said)
+    assert bool(found) == bool(said)
+    assert not outlived("gelu/op/infinity/cpu/bf16", here, ["5.0"])
+    assert not outlived("gelu/op/other/cpu/bf16", here, ["nan"])
+    assert not outlived("gelu/op/infinity/cpu/bf16", {**here, "isa": "avx512"}, ["nan"])
+
+
 def test_a_pattern_in_force_that_covers_no_case_is_stale(table: Any) -> None:
     row = KnownFault(("gelu/op/*/cpu", "gelu/op/gone/*"), ">=2.5,<2.14", "report", "what")
     table(row)
@@ -143,5 +168,6 @@ class TestEachRow:
     def test_has_a_range_that_ends(self, row: KnownFault) -> None:
         """A release to come is an ordinary one: it has to show that it is wrong too."""
         releases = SpecifierSet(row.releases)
-        assert row.package != "torch" or Version("2.5.1") in releases
+        assert row.package != "torch" or any(Version(r) in releases for r in RELEASES)
         assert Version("99.0") not in releases
+        assert row.outlived({row.package: "99.0", **{k: v[0] for k, v in row.where.items()}})

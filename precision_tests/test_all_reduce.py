@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 
 from fixtures.check import Check
 from fixtures.distributed import sharding
-from fixtures.distributed.ranks import Rank, RanksUnavailable, RunRanks
+from fixtures.distributed.ranks import Rank, RunRanks, unless_refused
 from fixtures.golden import Golden, LoadTruth, Truth
 from fixtures.numerics import bounds, references
 from fixtures.numerics.bounds import Bound
@@ -106,12 +106,8 @@ def reduce(rank: Rank, values: list[Tensor], op: str = "SUM", late: int | None =
     if late == rank.index:
         time.sleep(0.03)
     mine = values[rank.index].to(rank.device, copy=True)
-    try:
+    with unless_refused():  # gloo's AVG, say, before torch 2.13
         dist.all_reduce(mine, op=getattr(dist.ReduceOp, op))
-    except RuntimeError as error:
-        if "Cannot use ReduceOp" in str(error):  # gloo before torch 2.13 has no AVG
-            raise RanksUnavailable(f"torch {torch.__version__}: {error}") from error
-        raise
     return mine.cpu()
 
 

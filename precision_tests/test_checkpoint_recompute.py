@@ -169,7 +169,10 @@ def blocks(
 def step(
     model: nn.Sequential, checkpointed: Checkpointed, rows: int, width: int, seed: int = 0
 ) -> Tensor:
-    """Output, gradients of input and parameters, and two draws that follow, in one row."""
+    """Output, gradients of input and parameters, and two draws that follow, in one row.
+
+    NaN where a gradient is missing.
+    """
     parameter = next(model.parameters())
     x = torch.from_numpy(philox.uniform(23, "x", (rows, width))).to(parameter)
     x.requires_grad_()
@@ -180,9 +183,12 @@ def step(
     autocast = torch.is_autocast_enabled(x.device.type)
     with torch.autocast(x.device.type, enabled=False) if autocast else nullcontext():
         (y.float() ** 2).sum().backward()
-    gradients = [leaf.grad for leaf in (x, *model.parameters())]
+    gradients = [
+        torch.full_like(leaf, torch.nan) if leaf.grad is None else leaf.grad
+        for leaf in (x, *model.parameters())
+    ]
     after = torch.rand(2, device=x.device)
-    parts = [y, *(g for g in gradients if g is not None), after]
+    parts = [y, *gradients, after]
     for parameter in model.parameters():
         parameter.grad = None
     return torch.cat([part.detach().flatten().double() for part in parts])
@@ -275,6 +281,7 @@ class TestOp:
         for checkpointed in (plain, VARIANTS[implementation]):
             with torch.autocast(device.torch.type, low.dtype):
                 got.append(step(model, checkpointed, 19, 24))
+        check.exact(int(got[1].isnan().sum()), 0, name="elements-without-gradient")
         check.exact(got[1], got[0])
 
     def test_weights_get_gradients_though_no_input_does(self, check: Check, device: Device) -> None:

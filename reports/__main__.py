@@ -117,11 +117,7 @@ def compare_records(baseline: Record, observed: Record) -> int:
         print(line)
     for line in summary.environment_changes(baseline.environment, observed.environment):
         print(line)
-    failed = (verdict.Verdict.REGRESSION, verdict.Verdict.NONDETERMINISTIC)
-    for line in summary.section(
-        "outside their bound or moved without a reason",
-        (j for j in judgements if j.verdict in failed),
-    ):
+    for line in summary.failures(judgements):
         print(line)
     moved = [j for j in judgements if j.verdict is verdict.Verdict.DRIFT]
     same = sum(1 for j in judgements if j.verdict is verdict.Verdict.PASS)
@@ -131,7 +127,10 @@ def compare_records(baseline: Record, observed: Record) -> int:
     code = verdict.exit_code(judgements)
     if not observed.complete:
         code = code or verdict.EXIT_INTERRUPTED
-    print(f"\nverdict: {verdict.EXIT_MEANING[code]} (exit code {code})")
+    meaning = verdict.EXIT_MEANING[code]
+    if old := verdict.outlived_among(judgements):
+        meaning += f"; {old}"
+    print(f"\nverdict: {meaning} (exit code {code})")
     return code
 
 

@@ -260,7 +260,10 @@ def _headline(record: Record, judgements: Sequence[Judgement], code: int) -> str
     if failed:
         nodes = list(dict.fromkeys(j.case.node for j in judgements if j.verdict in FAILED))
         places = ", ".join(nodes[:3]) + (f" and {len(nodes) - 3} more" if len(nodes) > 3 else "")
-        return f"{failed} of {count(verified, 'case')} fail on {torch}: {places}"
+        old = verdict.outlived_among(judgements)
+        return f"{failed} of {count(verified, 'case')} fail on {torch}: {places}" + (
+            f"; {old}" if old else ""
+        )
     if code:
         return f"{EXIT_MEANING.get(code, f'pytest ended with {code}')} ({torch})"
     moved = counts[Verdict.DRIFT]
