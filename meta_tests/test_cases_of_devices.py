@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ GPUS = "NVIDIA H100 80GB HBM3/9.0,Tesla V100-SXM2-16GB/7.0"
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Repository:
-    nodes = ("attention", "dropout_mask", "weight_update", "checkpoint_recompute")
+    nodes = ("attention", "checkpoint_recompute", "dropout_mask", "layer_norm", "weight_update")
     return copy_repository(tmp_path_factory.mktemp("cases"), *nodes)
 
 
@@ -71,6 +72,12 @@ def test_fused_optimizers_of_cuda_have_one_layout(collected: list[str]) -> None:
     assert all("same" in name for name in fused["h100"])
 
 
+def test_layer_norm_of_cuda_has_no_weight_of_another_format(collected: list[str]) -> None:
+    found = [name for name in collected if "fp32-affine" in name]
+    assert [name for name in found if "[cpu" not in name] == []
+    assert len(found) == 8  # four kinds of rows in two formats
+
+
 def test_threads_of_the_host_are_no_case_of_a_gpu(collected: list[str]) -> None:
     found = [
         n
@@ -114,6 +121,11 @@ def test_old_chips_have_no_flash_and_no_bf16_in_fused_kernels() -> None:
     assert [b for b in BACKENDS if has_case(V100, FP16, b)] == ["math", "efficient"]
     assert not takes_shape(H100, FP16, "flash", "blocks-padded")
     assert takes_shape(H100, FP16, "cudnn", "blocks-padded")
+
+
+def test_a_pretended_gpu_has_no_fused_kernel() -> None:
+    pretended = replace(H100, pretended=True)
+    assert [b for b in BACKENDS if has_case(pretended, BF16, b)] == ["math"]
 
 
 @given(data=st.data(), fmt=st.sampled_from([BF16, FP16, FP32, FP64]))

@@ -123,3 +123,23 @@ class TestLost:
         assert (
             switches.lost_precision(torch.device("cpu")) == wanted + "unset NVIDIA_TF32_OVERRIDE=1"
         )
+
+    def test_leaves_checks_in_fp32_unverified_and_asked_for(self, tmp_path: Any) -> None:
+        """A pretended GPU, whose convolutions take TF32 where nobody switches it off."""
+        repository = copy_repository(tmp_path)
+        repository.edit("fixtures/provided.py", "    switches.keep_precision()\n", "")
+        repository.edit("fixtures/plugin.py", "    keep_precision()", "    _ = keep_precision")
+        repository.write_checks(
+            """
+            from fixtures.numerics.formats import BF16, FP32
+
+            class TestOp:
+                @pytest.mark.parametrize("fmt", [BF16, FP32], ids=lambda fmt: fmt.name)
+                def test_held(self, check, device, fmt):
+                    check.exact(float(torch.ones(1, device=device.torch)), 1.0)
+            """
+        )
+        ended = repository.run("-m", "h100", "--pretend", "h100", CUDA_VISIBLE_DEVICES="0")
+        assert ended.code == 22, ended.text
+        assert "1 passed, 1 skipped" in ended.text
+        assert "fp32 convolutions round their factors, whatever torch is told: unset" in ended.text
