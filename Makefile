@@ -3,6 +3,7 @@
 #   PYTHON=/usr/bin/python3  the interpreter that environments are made with
 #   USE=/path/to/python      an interpreter that has its torch already: nothing is installed
 #   WORKERS=4                processes (default: one per core)
+#   OPTIONS='-m gelu'        options of pytest, for the gate and the claims
 
 PYTHON  ?= python3
 TORCH   ?= torch==2.13.0
@@ -17,7 +18,7 @@ NEED = $(if $(USE),usable,$(call venv,$(TORCH))/ready)
 .PHONY: gate gpu test pretended upgrade golden faults bench predict twins claims clean honest usable
 
 gate: honest $(NEED)  ## check the torch that is installed; prints the matrix, writes a record
-	$(RUN) -m pytest -n $(WORKERS)
+	$(RUN) -m fixtures.gate -n $(WORKERS) $(OPTIONS)
 
 gpu: honest $(NEED)  ## the first minutes on a GPU: all that is worth knowing, in one folder (docs/first_gpu.md)
 	$(RUN) -m fixtures.first_minutes $(if $(PRETEND),--pretend $(PRETEND))
@@ -52,7 +53,7 @@ twins: $(NEED)  ## one training run on two code paths of the CPU: where they par
 	$(RUN) -m fixtures.audit.twins
 
 claims: $(NEED)  ## try again what is said about the precision of training: docs/claims.md
-	$(RUN) -m pytest -m claims -n $(WORKERS)
+	$(RUN) -m fixtures.gate -m claims -n $(WORKERS) $(OPTIONS)
 
 bench: $(NEED)  ## speed, as ratios within one run
 	$(RUN) -m fixtures.bench

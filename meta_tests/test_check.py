@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fixtures import check as check_module
-from fixtures.check import BoundExceededError, Check
+from fixtures.check import BoundExceededError, Check, NoLimitError
 from fixtures.known_fault import KnownFault
 from fixtures.numerics import bounds
 from fixtures.numerics.bounds import Bound
@@ -214,8 +214,6 @@ class TestFigures:
             (1.0, 2.0, 0.5),
             (1.0, 0.0, math.inf),
             (math.nan, 1.0, math.inf),
-            (1.0, math.nan, math.inf),
-            (1.0, math.inf, math.inf),
         ],
     )
     def test_margin(self, error: float, limit: float, margin: float) -> None:
@@ -300,3 +298,21 @@ class TestWhatIsKept:
         assert case.outcome == ("inside" if got == 1 else "outside")
         wrong = () if got == 1 else ["2"]
         assert asked == [("gelu/op/forward-erf/cpu/bf16/eager", ENVIRONMENT, wrong)]
+
+
+class TestABoundThatIsNoNumber:
+    """It is the suite's own error: nothing was measured, neither inside nor outside."""
+
+    def test_nan_anywhere_in_a_limit(self, checking: Check) -> None:
+        limit = torch.tensor([1.0, math.nan], dtype=torch.float64)
+        with pytest.raises(NoLimitError, match="a theorem gives no limit, but NaN"):
+            checking.within(torch.zeros(2), torch.zeros(2), Bound(limit, "a theorem", "a source"))
+        assert checking.cases == {}
+
+    @pytest.mark.parametrize("limit", [math.nan, math.inf])
+    def test_a_figure_without_a_limit(self, checking: Check, limit: float) -> None:
+        with pytest.raises(NoLimitError, match=f"gives no limit for weight, but {limit}"):
+            checking.within_figures(
+                {"weight": 0.0}, {"weight": limit}, torch.zeros(1), theorem="t", source="s"
+            )
+        assert checking.cases == {}

@@ -160,7 +160,7 @@ def test_a_worker_that_is_killed_is_said_and_the_rest_is_measured(tmp_path: Path
         """
     )
     ended = repository.run("-n", "2", "--record", "record")
-    assert ended.code == 1
+    assert ended.code == 3
     facts = read_json(repository.root / "record" / "run.json")
     assert facts["reported"] == facts["collected"] == 6
     assert read_json(repository.root / "record" / "cases.json")["complete"] is True

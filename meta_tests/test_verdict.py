@@ -233,13 +233,15 @@ def judged(shown: Verdict, margin: float = 0.5, **changes: object) -> Judgement:
 PASS, DRIFT, REGRESSION, NONDETERMINISTIC = map(
     judged, (Verdict.PASS, Verdict.DRIFT, Verdict.REGRESSION, Verdict.NONDETERMINISTIC)
 )
+LOST = Judgement(case_of(error=True), Verdict.UNVERIFIED)
 H100 = Judgement(case_of(device="h100", marks=("cuda", "h100", "hopper")), Verdict.UNVERIFIED)
 
 
 class TestExitCode:
     def test_of_several_the_gravest_decides(self) -> None:
-        by_gravity = [(21, NONDETERMINISTIC), (1, REGRESSION), (22, H100), (20, DRIFT), (0, PASS)]
-        for length in range(1, 6):
+        by_gravity = [(21, NONDETERMINISTIC), (1, REGRESSION), (3, LOST), (22, H100), (20, DRIFT)]
+        by_gravity.append((0, PASS))
+        for length in range(1, 7):
             for chosen in itertools.combinations(by_gravity, length):
                 judgements = [judgement for _, judgement in chosen]
                 for order in (judgements, judgements[::-1]):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from fixtures import journal, record, summary, verdict
+from fixtures import gate, journal, record, summary, verdict
 from fixtures.environment import two_builds
 from fixtures.record import Record, RecordError
 from fixtures.run import require_baseline
@@ -173,7 +173,7 @@ def _torch_of(python: str) -> str:
 
 def _gate(python: str, workers: str, folder: Path, baseline: str) -> int:
     options = [f"--record={folder}", f"--baseline={baseline}", f"-n{workers}", "-q"]
-    return subprocess.run([python, "-m", "pytest", *options], check=False).returncode
+    return gate.run(python, options)
 
 
 if __name__ == "__main__":

@@ -351,7 +351,10 @@ def _unverified(
     reasons: dict[str, Counter[str]] = {}
     for judgement in judgements:
         place = f"{judgement.case.node} {judgement.case.promise}"
-        reasons.setdefault(judgement.detail, Counter())[place] += 1
+        # What a rank said follows in further lines: the record and junit.xml have them.
+        what = judgement.detail.partition("\n")[0]
+        reason = f"could not be measured: {what}" if judgement.case.error else judgement.detail
+        reasons.setdefault(reason, Counter())[place] += 1
     return [(reason, list(places.items())) for reason, places in reasons.items()]
 
 

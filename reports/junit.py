@@ -2,7 +2,8 @@
 
 The form is that of Jenkins' schema (github.com/jenkinsci/xunit-plugin at 8c515de, junit-10.xsd). A
 case that only a known fault explains, and one that drifted, is no failure; it says so in its
-output. A missing case, which decides the exit code, is an error; another UNVERIFIED one is skipped.
+output. What is missing or could not be measured, which decides the exit code, is an error; another
+UNVERIFIED case is skipped.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def _case(judgement: Judgement, place: str, spent: float) -> ET.Element:
     element = ET.Element("testcase", classname=place, name=_legal(name), time=f"{spent:.3f}")
     if shown in FAILED:
         _told(element, "failure", shown.value, judgement.detail)
-    elif judgement.missing:
+    elif judgement.missing or case.error:
         _told(element, "error", shown.value, judgement.detail)
     elif shown is Verdict.UNVERIFIED:
         ET.SubElement(element, "skipped", message=_legal(_first(judgement.detail)))
