@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from fixtures.distributed.ranks import RanksUnavailable, unless_refused
+from fixtures.record import Case, Record, RecordError
 from meta_tests.running import Repository, copy_repository, read_json
+from reports import releases
 
 WRONG = """
     class TestOp:
@@ -61,6 +65,36 @@ def test_a_fault_past_its_row_stays_red_and_is_named_in_one_line(repository: Rep
     compared = repository.run("compare", "record", "record", module="reports").text
     assert f"    1  {line}\n" in compared
     assert words in compared
+
+
+def of_release(release: str, *cases: Case) -> Record:
+    return Record({"cpu": {"torch": release}}, {case.id: case for case in cases})
+
+
+def case(name: str, node: str = "gelu", **fields: Any) -> Case:
+    return Case(node, "op", name, "cpu", **{"test": name, **fields})
+
+
+def test_the_table_of_releases_is_made_of_records() -> None:
+    red = {"outcome": "outside", "margin": 9.0}
+    old = of_release(
+        "2.6.0+cu124",
+        case("known", known="a fault [issue 1]", **red),
+        case("crashed-call-error", test="crashed", **red),
+        case("absent", "all_reduce", outcome="unverified"),
+    )
+    mended = of_release("2.6.0+cu124", case("crashed", outcome="unverified"))
+    new = of_release("2.10.0", case("a", figures={"outlived": "known up to 2.9"}, **red), case("b"))
+    table = releases.lines([new, old, mended])
+    assert table[0] == "| node | 2.6.0+cu124 | 2.10.0 |"
+    assert (
+        "| gelu | PASS (1 known, 1 unverified) | REGRESSION (1 red, 1 of them known of earlier "
+        "releases) |"
+    ) in table
+    assert "| all_reduce | UNVERIFIED | - |" in table
+    assert table[-1] == "| cases | 3 | 2 |"
+    with pytest.raises(RecordError, match="honest records"):
+        releases.lines([replace(old, injected="a_fault")])
 
 
 def test_no_check_inherits_that_subnormals_are_flushed(repository: Repository) -> None:

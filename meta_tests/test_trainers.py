@@ -75,16 +75,32 @@ class TestPlanted:
             hold(trainer, job, tmp_path)
 
 
-def test_without_the_trainers_nothing_is_verified(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "old", "new", "remedy"),
+    [
+        (
+            "fixtures/trainers/versions.py",
+            "metadata.version(package)",
+            'metadata.version("no-such-package")',
+            "accelerate is not installed: pip install training-precision-suite[trainers]",
+        ),
+        (
+            "pyproject.toml",
+            '["accelerate>=1.8", "transformers>=4.52", "lightning>=2.5"]',
+            '["accelerate>=99", "transformers>=99", "lightning>=99"]',
+            "is not checked: pip install 'accelerate>=99'",
+        ),
+    ],
+)
+def test_trainers_that_are_absent_or_too_old_are_unverified_by_name(
+    tmp_path: Path, file: str, old: str, new: str, remedy: str
+) -> None:
     repository = copy_repository(tmp_path, "trainers")
-    repository.edit(
-        "precision_tests/test_trainers.py",
-        "if importlib.util.find_spec(name) is None:",
-        "if True:",
-    )
+    repository.edit(file, old, new)
     ended = repository.run("precision_tests", "--require", "trainers")
     assert ended.code == 22, ended.text
-    assert "pip install training-precision-suite[trainers]" in ended.text
+    assert remedy in ended.text
+    assert "REGRESSION" not in ended.text
 
 
 def test_clipped_gradients_have_the_norm_asked_for() -> None:

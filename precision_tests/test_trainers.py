@@ -13,7 +13,6 @@ update started from. Bound: the flow bound of docs/your_model.md. Orders and cou
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import itertools
 from collections.abc import Callable, Iterator
@@ -45,6 +44,7 @@ from fixtures.trainers.common import (
     windows,
 )
 from fixtures.trainers.common import Model as TrainedModel
+from fixtures.trainers.versions import unusable
 
 Train = Callable[[Job, Path], list[Update]]
 Orders = Callable[[Job, int, Path], tuple[list[int], list[int]]]
@@ -70,13 +70,13 @@ def loops(*names: str) -> pytest.MarkDecorator:
 
 
 @pytest.fixture(autouse=True)
-def installed(implementation: str) -> None:
-    """UNVERIFIED where a trainer is not installed."""
+def installed(implementation: str, pytestconfig: pytest.Config) -> None:
+    """UNVERIFIED where a trainer is not installed, or older than declared."""
     package = implementation.partition("-")[0]
     needed = (package, "accelerate") if package == "transformers" else (package,)
     for name in needed:
-        if importlib.util.find_spec(name) is None:
-            pytest.skip(f"{name} is not installed: pip install training-precision-suite[trainers]")
+        if why := unusable(name, pytestconfig.rootpath / "pyproject.toml"):
+            pytest.skip(why)
 
 
 def run(job: Job, implementation: str, folder: Path) -> list[Update]:

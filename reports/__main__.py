@@ -1,4 +1,4 @@
-"""Records on the command line: ``python -m reports exit-code|render|compare|upgrade``."""
+"""Records on the command line: ``python -m reports exit-code|render|compare|upgrade|releases``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fixtures import gate, journal, record, summary, verdict
 from fixtures.environment import two_builds
 from fixtures.record import Record, RecordError
 from fixtures.run import require_baseline
-from reports import findings, writing
+from reports import findings, releases, writing
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,6 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     upgrade.add_argument("old_python", help="interpreter of the old environment")
     upgrade.add_argument("-n", default="auto", dest="workers", help="processes")
+    table = commands.add_parser("releases", help="print a table of releases and nodes")
+    table.add_argument(
+        "records", type=Path, nargs="+", help="of a release several: the last counts"
+    )
     chosen = parser.parse_args(arguments)
     try:
         if chosen.command == "exit-code":
@@ -52,6 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     chosen.report,
                 )
             return code
+        if chosen.command == "releases":
+            print("\n".join(releases.lines(map(record.read, chosen.records))))
+            return 0
         if chosen.command == "render":
             return render_record(chosen.record, chosen.to)
         return gate_upgrade(chosen.old_python, chosen.workers)
