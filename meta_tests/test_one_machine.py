@@ -20,7 +20,7 @@ from meta_tests.running import Repository, copy_repository
 
 H100 = "NVIDIA H100 80GB HBM3/9.0"
 NAMED_GPUS = """
-from fixtures import devices, environment
+from fixtures import devices, environment, switches
 
 GPUS = (devices.Gpu("NVIDIA H100 80GB HBM3", (9, 0)),) * {count}
 
@@ -32,6 +32,7 @@ def visible():
 
 
 devices.visible_gpus = visible
+switches.lost_precision = lambda device: ""
 environment._cuda = lambda device: {{"gpu": "named"}}
 """
 CHECKS = """
@@ -159,6 +160,26 @@ def test_nccl_adds_in_no_switch_unless_it_is_asked_to(
     chosen: str | None, in_switch: bool, set_to: str | None
 ) -> None:
     assert ranks.algorithms(chosen, in_switch=in_switch) == set_to
+
+
+def test_an_absent_optional_package_is_listed_and_counts_only_where_it_is_required(
+    tmp_path: Path,
+) -> None:
+    checks = """
+    class TestOp:
+        @pytest.mark.needs_package("no_such_package", "zero")
+        def test_with_it(self, check, device):
+            check.exact(1, 2)
+
+        @pytest.mark.needs_package("torch", "zero")
+        def test_without(self, check, device):
+            check.exact(1, 1)
+    """
+    repository = repository_with(tmp_path, gpus=1, checks=checks)
+    listed = repository.run("-p", "named_gpus", "-m", "h100")
+    reason = "no_such_package is not installed: pip install training-precision-suite[zero]: weight"
+    assert (listed.code, reason in listed.text) == (0, True), listed.text
+    assert repository.run("-p", "named_gpus", "-m", "h100", "--require", "h100").code == 22
 
 
 # --- what each process sees ---------------------------------------------------------------------

@@ -209,6 +209,7 @@ def test_recomputed_blocks_change_nothing(
         check.exact(sorted(recomputed), sorted(plain), name=f"rank{rank}-names")
 
 
+@pytest.mark.needs_package("deepspeed", "zero")
 def test_two_steps_under_zero3(
     check: Check, truth: LoadTruth, ranks: RunRanks, device: Device
 ) -> None:
