@@ -26,6 +26,7 @@ from fixtures.hardware_models.matrix_units import Tf32Input, matmul, to_tf32
 from fixtures.hardware_models.recorded import Recorded
 from fixtures.hardware_models.units import GPUS, INPUT_DTYPES, MatrixUnit
 from fixtures.numerics.formats import BF16, FP16, FP32, TF32, Format
+from fixtures.unjudged import Unjudged
 
 UNITS = [
     pytest.param(unit, id=f"{gpu}-{name}")
@@ -136,14 +137,14 @@ def on_device(a: torch.Tensor, b: torch.Tensor, device: Device) -> torch.Tensor:
             return torch.mm(left, right).cpu()
     try:
         return torch.mm(left, right, out_dtype=torch.float32).cpu()
-    except TypeError:
-        pytest.skip("this torch has no torch.mm(out_dtype=...), which returns the fp32 sums")
+    except TypeError as error:
+        raise Unjudged("this torch has no torch.mm(out_dtype=...), for the fp32 sums") from error
 
 
 def unit_of(device: Device, fmt: Format) -> MatrixUnit | None:
     """The model of the device's unit; None where the device has no such unit."""
     if device.name.upper() not in GPUS:
-        pytest.skip(f"no model of {device.name}; known are: {', '.join(GPUS)}")
+        raise Unjudged(f"no model of {device.name}; known are: {', '.join(GPUS)}")
     return GPUS[device.name.upper()].units.get(fmt.name)
 
 
@@ -177,7 +178,7 @@ def hold_to_model(
         check.observe(repr(found.accumulation), name="order")
         check.observe(revealing.text_of(found.tree), name="tree")
         if found.unit is None or found.accumulation is None:
-            pytest.skip("the kernel adds in an order that no model has; the record holds its tree")
+            raise Unjudged("the kernel adds in an order that no model has; its tree is recorded")
         check.observe(found.unit.block, name="block")
         want = matmul(a, b, gpu=found.unit, accumulation=found.accumulation)
     check.exact(got, want, name="bits")
