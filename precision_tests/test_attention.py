@@ -72,7 +72,6 @@ from fixtures.numerics.formats import BF16, FP16, FP32, FP64, TF32, Format
 from fixtures.training import flow, philox
 
 formats = pytest.mark.parametrize("fmt", [BF16, FP16, FP32, FP64], ids=lambda fmt: fmt.name)
-# What a backend does not take, of a device, a format and a shape, is no case.
 backends = pytest.mark.parametrize("implementation", BACKENDS)
 
 
@@ -291,8 +290,7 @@ class TestOp:
     def test_blind_query_yields_zero(
         self, check: Check, device: Device, fmt: Format, implementation: str
     ) -> None:
-        """A query that may see no key gives 0 and no gradient, by either kind of mask, not NaN.
-
+        """A query that may see no key gives 0 and no gradient, by either kind of mask, not NaN;
         cuDNN promises nothing of such a row: it is recorded, and spoils no other."""
         inputs = {n: t for n, t in inputs_of("biased").items() if n != "bias"}
         seen = torch.ones(16, 16, dtype=torch.bool)
@@ -301,11 +299,10 @@ class TestOp:
         for kind, mask in masks.items():
             got = attend({**inputs, kind: mask}, False, fmt, device, implementation)
             if implementation == "cudnn":
-                others = got["out"][:, :, torch.arange(16) != 5]
+                others = got["out"][:, :, seen.any(1)]
                 check.exact(bool(others.isfinite().all()), True, name=f"{kind}-others")
                 check.observe(str(got["out"][0, 0, 5, 0]), name=f"{kind}-blind")
-                continue
-            for name in ("out", "dq"):
+            for name in () if implementation == "cudnn" else ("out", "dq"):
                 row = got[name][:, :, 5]
                 check.exact(row.abs(), torch.zeros_like(row), name=f"{kind}-{name}")
 
@@ -317,13 +314,16 @@ class TestOp:
     def test_nan_in_nan_out(
         self, check: Check, device: Device, fmt: Format, place: str, keys: int, implementation: str
     ) -> None:
-        """Each query that sees the NaN says so; 3 keys are fewer than any vector holds."""
+        """Each query that sees the NaN says so (cuDNN's are recorded); no vector holds 3."""
         inputs = {n: coarse(f"nan/{n}", 2, 2, keys, 16) for n in ("q", "k", "v", "dout")}
         at = keys // 2
         inputs[place][:, :, at] = math.nan
         out = attend(inputs, True, fmt, device, implementation)["out"]
-        rows = out[:, :, at : at + 1] if place == "q" else out[:, :, at:]
-        check.exact(bool(rows.isnan().all()), True)
+        spoilt = out[:, :, slice(at, at + 1 if place == "q" else None)].isnan().all().item()
+        if implementation == "cudnn":
+            check.observe(spoilt)
+        else:
+            check.exact(spoilt, True)
 
     @formats
     @exists(has_case)
