@@ -15,7 +15,7 @@ venv = $(VENVS)/$(subst ==,-,$(1))
 RUN  = $(if $(USE),$(USE),$(call venv,$(TORCH))/bin/python)
 NEED = $(if $(USE),usable,$(call venv,$(TORCH))/ready)
 
-.PHONY: gate gpu test pretended upgrade golden faults bench predict twins claims clean honest usable
+.PHONY: gate gpu test pretended upgrade golden faults bench predict twins models claims clean honest usable
 
 gate: honest $(NEED)  ## check the torch that is installed; prints the matrix, writes a record
 	$(RUN) -m fixtures.gate -n $(WORKERS) $(OPTIONS)
@@ -51,6 +51,9 @@ predict: $(NEED)  ## make predict FROM=A100 TO=H100: what a change of GPU will c
 
 twins: $(NEED)  ## one training run on two code paths of the CPU: where they part first, and by how much
 	$(RUN) -m fixtures.audit.twins
+
+models: $(NEED)  ## the checks of --model on ten models that people train (docs/your_model.md); minutes each
+	$(RUN) -m fixtures.own_model.zoo
 
 claims: $(NEED)  ## try again what is said about the precision of training: docs/claims.md
 	$(RUN) -m fixtures.gate -m claims -n $(WORKERS) $(OPTIONS)

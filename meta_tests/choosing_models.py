@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -157,6 +158,12 @@ def remembering() -> UserModel:
     return user(Remembers())
 
 
+def with_a_workspace() -> UserModel:
+    if (found := os.environ["CUBLAS_WORKSPACE_CONFIG"]) != ":4096:8":
+        raise ValueError(repr(found))
+    return caching()
+
+
 def calls_parts() -> UserModel:
     return user(CallsParts())
 
@@ -166,3 +173,9 @@ def reads_an_attribute() -> UserModel:
         return mean_square(model, x) + model.blocks[0].linear.weight.square().mean()
 
     return user(Stack(), loss)
+
+
+def zero_head() -> UserModel:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH, bias=False))
+    nn.init.zeros_(model[2].weight)
+    return user(model, lambda model, x: (model(x) - x).square().mean())

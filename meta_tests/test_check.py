@@ -121,6 +121,16 @@ class TestFailureText:
             "  beyond their bound: 2 of 3: head, bias\n" + FOOTER
         )
 
+    def test_figures_that_are_all_zero_verify_nothing(self, checking: Check) -> None:
+        zero = {"wte": 0.0, "head": 0.0}
+        checking.within_figures(zero, zero, torch.zeros(2), theorem="flow", source="HKZ")
+        checking.within_figures(
+            zero, zero | {"head": 0.5}, torch.zeros(2), theorem="flow", source="HKZ", name="other"
+        )
+        first, other = checking.cases.values()
+        assert (first.outcome, other.outcome) == ("unverified", "inside")
+        assert "what was compared is 0 and verifies nothing" in first.reason
+
     def test_a_hint_is_asked_for_after_a_failure_only(self, checking: Check) -> None:
         def hold(error: float, name: str) -> None:
             checking.within_figures(

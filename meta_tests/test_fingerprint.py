@@ -198,7 +198,7 @@ def test_trail_keeps_every_bit(tmp_path: Path) -> None:
     assert trail.read(tmp_path / "trail") == {7: again}
     with (tmp_path / "trail").open("a") as file:
         file.write('{"step": 8, "measu')
-    assert list(trail.read(tmp_path / "trail")) == [7]
+    assert list(trail.read(str(tmp_path / "trail"))) == [7]
     (tmp_path / "empty").touch()
     with pytest.raises(ValueError, match="holds no fingerprint"):
         trail.read(tmp_path / "empty")

@@ -239,3 +239,23 @@ def test_the_environment_names_the_kernel_and_its_file() -> None:
     field = described({"gelu": "os:getcwd"})["implementation_gelu"]
     assert field.startswith("os:getcwd ")
     assert len(field.split()[1]) == 12
+
+
+ONE_ROUNDING = """
+import torch
+import torch.nn.functional as F
+def cross_entropy(input, target, weight=None, size_average=None, ignore_index=-100, reduce=None,
+                  reduction="mean", label_smoothing=0.0):
+    log = torch.log_softmax(input.float(), -1)
+    losses = F.nll_loss(log, target, ignore_index=ignore_index, reduction=reduction)
+    return losses.to(input.dtype)
+"""
+
+
+def test_a_kernel_that_rounds_once_need_not_have_torch_s_bits(tmp_path: Path) -> None:
+    (tmp_path / "once.py").write_text(ONE_ROUNDING)
+    ended = copy_repository(tmp_path, "cross_entropy").run(
+        *("--implementation", "cross_entropy=once:cross_entropy", "-k", "same_bits and bf16"),
+        PYTHONPATH=str(tmp_path),
+    )
+    assert (ended.code, "need not round where they do" in ended.text) == (22, True), ended.text

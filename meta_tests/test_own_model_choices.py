@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from fixtures.own_model import factory, rank_jobs
-from fixtures.own_model.factory import COUPLES_EXAMPLES, UserModel, load, meant
-from fixtures.own_model.step import fresh, run_step
+from fixtures.own_model.factory import COUPLES_EXAMPLES, UserModel, UserModelError, load, meant
+from fixtures.own_model.step import fresh, repeatable, run_step
+from fixtures.own_model.widened import _draws as draws
+from fixtures.own_model.widened import aten
 from meta_tests.running import ROOT, Ended, Repository, copy_repository
 
 CPU = torch.device("cpu")
@@ -111,3 +113,52 @@ def test_a_program_that_raises_in_one_check_is_unverified_and_asked_for(
     ended = checked(repository, f"choosing_models:{spec}", which)
     assert (ended.code, text in ended.text) == (22, True), ended.text
     assert "REGRESSION" not in ended.text
+
+
+# --- kernels of a GPU, as far as a CPU can tell ---------------------------------------------------
+
+
+def rnn(dropout: float, train: bool) -> tuple[object, ...]:
+    """Arguments of cuDNN's recurrent layers, of which only two matter here."""
+    x = torch.zeros(1, 1, 1)
+    shape = (2, 1, 0, 1, False)  # mode, hidden size, projected size, layers, batch first
+    return (x, [x], 4, None, x, None, *shape, dropout, train, False, [], None)
+
+
+def test_a_recurrent_layer_draws_where_it_has_dropout_alone() -> None:
+    cudnn, attention = aten._cudnn_rnn.default, aten._scaled_dot_product_efficient_attention.default
+    assert torch.Tag.nondeterministic_seeded in cudnn.tags
+    assert not draws(cudnn, rnn(0.0, True), {})
+    assert not draws(cudnn, rnn(0.5, False), {})
+    with pytest.raises(UserModelError, match="draws inside its kernel"):
+        draws(cudnn, rnn(0.5, True), {})
+    query = torch.zeros(1, 1, 1, 1)
+    assert not draws(attention, (query, query, query, None, False), {})
+    with pytest.raises(UserModelError, match="set the dropout inside to 0"):
+        draws(attention, (query, query, query, None, False), {"dropout_p": 0.1})
+
+
+def test_equal_bits_ask_cuda_for_deterministic_kernels_and_not_the_cpu() -> None:
+    with repeatable(CPU):
+        assert not torch.are_deterministic_algorithms_enabled()
+    with repeatable(torch.device("cuda")):
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_run_with_a_model_sets_the_workspace_of_cublas(repository: Repository) -> None:
+    spec = "choosing_models:with_a_workspace"
+    ended = repository.run("--model", spec, "--collect-only", "-q", CUBLAS_WORKSPACE_CONFIG="")
+    assert "KeyError" not in ended.text
+    assert "the factory raised ValueError: ''" in ended.text  # what is set stays
+    ended = checked(repository, spec, "eval_draws")
+    assert ended.code == 0, ended.text
+
+
+def test_parameters_behind_weights_of_zero_are_not_verified(repository: Repository) -> None:
+    ended = checked(repository, "choosing_models:zero_head", "can_be_verified")
+    assert ended.code == 0, ended.text
+    assert "2 of 3 parameters get no gradient, or exactly 0, and nothing is verified" in ended.text
+    assert "0.weight, 0.bias; let the factory" in ended.text
+    assert "PASS" in checked(repository, "own_models:sound", "can_be_verified").text

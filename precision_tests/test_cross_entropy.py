@@ -313,6 +313,8 @@ class TestOp:
     def test_two_steps_give_the_same_bits(self, check: Check, device: Device, fmt: Format) -> None:
         logits, targets = logits_of(257, 12)
         one, two = (run(way, logits, targets, fmt, device) for way in (eager, two_steps))
+        if "cross_entropy" in check.own_kernels():
+            pytest.skip("two steps are torch's: your kernel need not round where they do")
         check.exact(two[0], one[0], name="loss")
         check.exact(two[1], one[1], name="gradient")
 
