@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +32,19 @@ def set_back() -> Iterator[None]:
     BACKENDS.fp32_precision = "none"
     switches.keep_precision()
     switches.lost_precision.cache_clear()
+
+
+def test_a_release_without_switches_per_kind_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.5 to 2.8 has no ``cudnn.conv`` at all."""
+    matmul = SimpleNamespace(allow_tf32=True, allow_bf16_reduced_precision_reduction=True)
+    old = SimpleNamespace(
+        cuda=SimpleNamespace(matmul=matmul), cudnn=SimpleNamespace(allow_tf32=True)
+    )
+    with monkeypatch.context() as before:
+        before.setattr(torch, "backends", old)
+        switches.keep_precision()
+    assert vars(matmul) == {"allow_tf32": False, "allow_bf16_reduced_precision_reduction": False}
+    assert not old.cudnn.allow_tf32
 
 
 def kept() -> list[Any]:
