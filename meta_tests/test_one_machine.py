@@ -5,13 +5,14 @@ The GPUs are named by a plugin, not there: what would compute on them is left ou
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from fixtures import devices
+from fixtures import devices, plugin
 from fixtures.distributed import ranks
 from fixtures.distributed.pool import RankPool, RanksUnavailable
 from fixtures.distributed.ranks import Rank
@@ -201,6 +202,22 @@ def test_an_absent_optional_package_is_listed_and_counts_only_where_it_is_requir
 )
 def test_visible_gpus_are_counted_without_torch(files: int, caller: str | None, count: int) -> None:
     assert devices.count_visible(files, caller) == count
+
+
+@pytest.mark.parametrize(("visible", "workers"), [(None, 16), ("3", 2), ("3,5", 4), ("", None)])
+def test_auto_makes_two_workers_for_each_visible_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+    pytestconfig: pytest.Config,
+    visible: str | None,
+    workers: int | None,
+) -> None:
+    files = [Path(f"/dev/nvidia{number}") for number in range(8)]
+    monkeypatch.setattr(Path, "glob", lambda folder, pattern: iter(files))
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert plugin.pytest_xdist_auto_num_workers(pytestconfig) == workers
 
 
 def test_a_model_is_loaded_after_its_worker_was_pinned(tmp_path: Path) -> None:
