@@ -105,8 +105,7 @@ class TestTraining:
     def test_again_equal_bits(
         self, check: Check, device: Device, run_of: GetRun, policy: Policy
     ) -> None:
-        """On CUDA with deterministic algorithms: backward of attention and of embeddings adds by
-        atomics there."""
+        """On CUDA with deterministic algorithms, but for attention's: it has one block of keys."""
         if device.type == "cuda":
             with deterministic_algorithms():
                 first, again = run(policy, device.torch), run(policy, device.torch)
