@@ -124,6 +124,17 @@ class TestSweep:
         assert pasted.measured.startswith("NVIDIA H100, torch 2.13.0: erf 1.2345 at 0x1.0")
 
 
+def test_what_bounds_assume_is_held_to_what_was_seen() -> None:
+    found = {name: Accuracy(ulps=limit) for name, (limit, _) in accuracy.assumed().items()}
+    assert found.keys() == FUNCTIONS.keys()
+    lines, above = accuracy.judged(found)
+    assert (len(lines), above) == (2 + len(FUNCTIONS), [])
+    for ulps in (found["log"].ulps + 0.01, math.inf):
+        lines, above = accuracy.judged(found | {"log": Accuracy(ulps=ulps)})
+        assert above == ["log"]
+        assert lines[-2].endswith("| 1.5 | cross_entropy | ABOVE |")
+
+
 def test_kernels_are_shown_with_the_error_of_each(capsys: pytest.CaptureFixture[str]) -> None:
     rows = list(kernels.product_rows(CPU))
     assert len(rows) == len(kernels.SWITCHES) * len(kernels.TERMS) * 2
@@ -210,6 +221,22 @@ class TestSteps:
             time.sleep(0.05)
         else:
             assert not Path(f"/proc/{pid}").exists()
+
+    def test_an_interruption_reaches_the_step_and_ends_the_run(self, tmp_path: Path) -> None:
+        child = (
+            "import os, signal, time\n"
+            "try:\n    os.kill(os.getppid(), signal.SIGINT); time.sleep(100)\n"
+            "except KeyboardInterrupt: print('wrote what it had', flush=True)"
+        )
+        planned = [
+            Step("1-stopped", "is stopped", ("-c", child), 60),
+            Step("2-never", "never runs", ("-c", ""), 60),
+        ]
+        assert driver.run_all(Page(tmp_path, [], planned, {}), 60) == 2
+        text = (tmp_path / summary.NAME).read_text()
+        assert "| 1-stopped | is stopped | interrupted |" in text
+        assert "wrote what it had" in text
+        assert "| 2-never | never runs | not begun |" in text
 
     @pytest.mark.parametrize(
         ("codes", "worst"),
