@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -145,6 +146,15 @@ def test_kernels_are_shown_with_the_error_of_each(capsys: pytest.CaptureFixture[
     ]
     assert kernels._distance(some[0][0], some[1][0]) < 1e-6
     assert some[2][0].isnan().sum() == 33 * kernels.FEATURES  # of one head of two
+
+
+@pytest.mark.parametrize("tool", [accuracy, kernels], ids=["accuracy", "kernels"])
+def test_without_a_gpu_a_tool_says_so(
+    tool: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert tool.main([]) == 22
+    assert "UNVERIFIED: torch sees no GPU; --device cpu" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["decoder", "gru"])
