@@ -15,7 +15,7 @@ from fixtures.numerics.formats import BF16, FP16, FP32, Format
 from fixtures.own_model import factory, rank_jobs
 from fixtures.own_model.factory import UserModelError, blocks, load
 from fixtures.own_model.rounding import EVERYWHERE, SIXTEEN
-from fixtures.own_model.step import Truth, errors, fresh, record, run_step
+from fixtures.own_model.step import Truth, errors, fresh, recorded_step, run_step
 from meta_tests.running import ROOT, Repository, copy_repository
 
 MODELS = "meta_tests.own_models"
@@ -140,10 +140,10 @@ def test_many_kinds_of_layers_lie_inside_their_bound_and_not_far(
     user = load(f"{MODELS}:all_kinds")
     truth = Truth(user, CPU)
     autocast = None if fmt is FP32 else fmt.dtype
-    got = run_step(user, fresh(user, CPU), autocast=autocast).quantities()
-    want = truth.of(record(user, CPU, autocast)).quantities()
+    got, recorded = recorded_step(user, CPU, autocast)
+    want = truth.of(recorded).quantities()
     limits = truth.limits(fmt)
-    margins = sorted(e / limits[n] for n, e in errors(got, want).items() if limits[n])
+    margins = sorted(e / limits[n] for n, e in errors(got.quantities(), want).items() if limits[n])
     assert margins[-1] < 1
     assert 1 / 30 < margins[len(margins) // 2] < 1 / 5
 
@@ -169,12 +169,12 @@ def test_sixteen_bits_are_found_where_autocast_puts_them() -> None:
     """Norms and the loss stay in fp32: noise in 16-bit places leaves the first norm alone."""
     user = load(f"{MODELS}:sound")
     truth = Truth(user, CPU, {0: 1.0})
-    recorded = record(user, CPU, torch.bfloat16, weights={0: 1.0}, formula=True)
+    recorded = truth.record(torch.bfloat16)
     assert set(recorded.rounded) == {
         *(f"blocks.{i}.{part}.{kind}" for i in (0, 1) for part in ("up", "down") for kind in KINDS),
         *(f"head.{kind}" for kind in KINDS),
     }
-    response = truth.response(recorded, SIXTEEN, backward=False)
+    response = truth.response(recorded, SIXTEEN, backward=False).sizes
     assert response["output of blocks.0.norm"] == 0.0
     assert response["output of blocks.0.up"] > 0.0
 
@@ -185,13 +185,13 @@ KINDS = ("weight", "bias")
 def test_noise_in_the_loss_is_that_of_its_operations() -> None:
     """y = a x: one product, of which each element errs by a uniform unit, and one sum of 4."""
     model = nn.Linear(1, 1, bias=False)
-    nn.init.ones_(model.weight)
+    nn.init.constant_(model.weight, 0.75)  # whole numbers would be exact
     user = factory.UserModel(model, lambda m, b: (m.weight[0] * b).sum(), [torch.ones(4)])
     truth = Truth(user, CPU, {0: 1.0})
-    found = truth.response(truth.recorded, EVERYWHERE, backward=False)["loss"]
+    found = truth.response(truth.recorded, EVERYWHERE, backward=False).sizes["loss"]
     # Variances, in thirds: of 4 products 4; of the sum's partial sums 5 (16/3 + 4/6) + 4, its own
     # storing 16.
-    want = ((4 + 5 * (16 / 3 + 4 / 6) + 4 + 16) / 3) ** 0.5
+    want = 0.75 * ((4 + 5 * (16 / 3 + 4 / 6) + 4 + 16) / 3) ** 0.5
     assert found == pytest.approx(want, rel=0.5)
 
 

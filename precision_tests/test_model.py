@@ -36,12 +36,13 @@ from fixtures.own_model.step import (
     Truth,
     errors,
     fresh,
-    record,
+    recorded_step,
     repeatable,
     run_step,
     truth_of,
 )
 from fixtures.own_model.trial import running
+from fixtures.own_model.widened import Recorded
 
 formats = pytest.mark.parametrize("fmt", [FP32, BF16, FP16], ids=lambda fmt: fmt.name)
 SOURCE = "docs/your_model.md; Hsu, Kakade, Zhang 2012"
@@ -65,9 +66,9 @@ def first_difference(a: Step, b: Step) -> str:
 
 
 def hold(check: Check, got: Step, want: Step, limits: dict[str, float], theorem: str) -> None:
-    """Holds outputs, loss and gradients to the bound; names the first that leaves it."""
+    """Holds decisions, outputs, loss and gradients to the bound; names the first that leaves it."""
     found, wanted = got.quantities(), want.quantities()
-    off = errors(found, wanted)
+    off = {**want.apart, **errors(found, wanted)}
     known = {name: limits.get(name, 0.0) for name in off}
     beyond = [name for name in off if not off[name] <= known[name]]
 
@@ -87,13 +88,14 @@ def skip_if_meant(user: UserModel, word: str) -> None:
         pytest.skip(reason)
 
 
-def scaled_step(user: UserModel, device: torch.device, dtype: torch.dtype) -> Step:
-    """fp16's step under the largest loss scale that no gradient overflows with."""
-    for exponent in range(16, -1, -1):
-        step = run_step(user, fresh(user, device), autocast=dtype, scale=2.0**exponent)
+def observed_step(user: UserModel, device: torch.device, fmt: Format) -> tuple[Step, Recorded]:
+    """The step with its draws and decisions; in fp16 under the largest loss scale that no
+    gradient overflows with."""
+    for exponent in range(16, -1, -1) if fmt is FP16 else (0,):
+        step, recorded = recorded_step(user, device, autocast_of(fmt), scale=2.0**exponent)
         if all(bool(g.isfinite().all()) for g in step.gradients.values()):
             break
-    return step
+    return step, recorded
 
 
 # --- the step against float64 -------------------------------------------------------------------
@@ -104,14 +106,10 @@ def test_step_is_that_of_float64(
     check: Check, user: UserModel, device: Device, fmt: Format
 ) -> None:
     """Loss, module outputs, gradients; in 16 bits under autocast."""
-    autocast = autocast_of(fmt)
     with running(f"a step under autocast in {fmt.name}"):
-        if fmt is FP16:
-            got = scaled_step(user, device.torch, fmt.dtype)
-        else:
-            got = run_step(user, fresh(user, device.torch), autocast=autocast)
+        got, recorded = observed_step(user, device.torch, fmt)
     truth = truth_of(user, device.torch)
-    want = truth.of(record(user, device.torch, autocast))
+    want = truth.of(recorded)
     hold(check, got, want, truth.limits(fmt), f"flow of the model in {fmt.name}")
 
 
@@ -170,7 +168,8 @@ def test_micro_batches_add_up(
         one, weights = comparisons.whole_batch(user)
     except ValueError as error:
         pytest.skip(f"the batches cannot be joined into one: {error}")
-    whole = Truth(one, device.torch, {0: 1.0}, train=False)  # its outputs are larger: left out
+    # Its outputs are larger: left out.
+    whole = Truth(one, device.torch, {0: 1.0}, train=False, decides=True)
     with running("a step of the batches joined along dimension 0"):
         draws = whole.recorded.draws
     if draws:
@@ -236,7 +235,7 @@ def test_step_repeats(check: Check, user: UserModel, device: Device, fmt: Format
 
 def test_eval_draws_nothing(check: Check, user: UserModel, device: Device) -> None:
     skip_if_meant(user, DRAWS_IN_EVAL)
-    recorded = record(user, device.torch, train=False)
+    _, recorded = recorded_step(user, device.torch, train=False)
     remedy = {"remedy": if_meant(DRAWS_IN_EVAL)}
     check.exact(len(recorded.draws), 0, name="random-operations", figures=remedy)
 
@@ -300,4 +299,4 @@ def test_compiled_step_is_that_of_float64(
     got = Step(step.loss, rank_jobs.clean(step.gradients))
     truth = truth_of(user, device.torch)
     want = Step(truth.step.loss, truth.step.gradients)
-    hold(check, got, want, truth.limits(FP32), "flow of the model in fp32")
+    hold(check, got, want, truth.limits(FP32, seen=False), "flow of the model in fp32")

@@ -1,0 +1,204 @@
+"""``--model``: what a model decides is replayed, and held to what rounding explains."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from fixtures.numerics.formats import BF16, FP16, FP32, Format
+from fixtures.own_model.factory import UserModelError, load
+from fixtures.own_model.rounding import EVERYWHERE
+from fixtures.own_model.step import Response, Truth, errors, fresh, recorded_step, run_step
+from fixtures.own_model.substitutes import grouped_mm
+from fixtures.own_model.ties import Operands
+from fixtures.own_model.widened import Widened
+from meta_tests.running import ROOT, Repository, copy_repository
+from precision_tests.test_model import observed_step
+
+MODELS = "meta_tests.deciding_models"
+CPU = torch.device("cpu")
+CHECKS = "precision_tests/test_model.py"
+
+
+def margins(name: str, fmt: Format) -> dict[str, float]:
+    """Errors over limits of the step; of decisions too."""
+    user = load(f"{MODELS}:{name}")
+    truth = Truth(user, CPU)
+    got, recorded = observed_step(user, CPU, fmt)
+    want = truth.of(recorded)
+    limits = truth.limits(fmt)
+    off = {**want.apart, **errors(got.quantities(), want.quantities())}
+    return {name: error / limits[name] if error else 0.0 for name, error in off.items()}
+
+
+# --- sound models -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fmt", [FP32, BF16, FP16], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize(
+    "name", ["cast_and_mask", "largest_mask", "experts", "grouped", "kinks", "soft_kinks"]
+)
+def test_a_step_that_decides_lies_inside_its_bound_and_not_far(
+    monkeypatch: pytest.MonkeyPatch, name: str, fmt: Format
+) -> None:
+    """As one that does not: docs/theory/decisions.md has the figures."""
+    if name == "grouped" and not hasattr(torch, "_grouped_mm"):
+        pytest.skip("this release has no product of groups")
+    monkeypatch.setattr("fixtures.own_model.step.DRAWS", 4)
+    found = margins(name, fmt)
+    assert max(found.values()) < 1
+    rounded = sorted(m for name, m in found.items() if m and not name.startswith("decision"))
+    assert 1 / 30 < rounded[len(rounded) // 2] < 1 / 5
+
+
+def test_casts_of_the_model_do_not_part_the_runs() -> None:
+    """Norm and residual stay fp32 under autocast: their noise is that of fp32 alone."""
+    truth = Truth(load(f"{MODELS}:cast_and_mask"), CPU, {0: 1.0})
+    recorded = truth.record(torch.bfloat16)
+    low = {key[-3] for key, (_, sixteen) in recorded.operations.items() if sixteen}
+    assert "aten::rsqrt" not in low
+    assert {"aten::addmm", "aten::mm"} <= low
+    assert truth.response(recorded, "sixteen", backward=False).sizes["output of embedding"] == 0.0
+
+
+def test_decisions_of_the_run_are_those_of_its_truth() -> None:
+    """Some of bf16's are not float64's own."""
+    truth = Truth(load(f"{MODELS}:kinks"), CPU)
+    recorded = truth.record(torch.bfloat16)
+    replayed, own = Widened(recorded), Widened(replace(recorded, decisions={}))
+    truth.run(replayed, truth.new_model())
+    truth.run(own, truth.new_model())
+    assert any(apart > 0.0 for apart in replayed.apart.values())
+    assert own.apart == {}
+    assert {name.split(", ")[1] for name in replayed.apart} >= {
+        *("relu_", "threshold_backward", "max_pool2d_with_indices", "amax", "clamp", "abs", "eq"),
+    }
+
+
+# --- wrong ones ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Repository:
+    made = copy_repository(tmp_path_factory.mktemp("deciding"), "model")
+    for name in ("deciding_models.py", "own_models.py"):
+        shutil.copy(ROOT / "meta_tests" / name, made.root / name)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("factory", "checks", "text"),
+    [
+        ("rounded_router", "step_is and fp32", "order of the step: decision of layer, topk"),
+        ("rounded_mask", "step_is and fp32", "order of the step: decision of the model, gt"),
+        ("shifted_mask", "derivatives", "the backward pass does not match the forward pass"),
+    ],
+)
+def test_wrong_decision_is_red_by_name(
+    repository: Repository, factory: str, checks: str, text: str
+) -> None:
+    ended = repository.run(CHECKS, "--model", f"deciding_models:{factory}", "-k", checks)
+    assert ended.code == 1, ended.text
+    assert text in ended.text, ended.text
+
+
+def test_other_experts_than_rounding_explains_are_outside_the_bound() -> None:
+    """The tokens of one micro-batch go to the two worst experts, in bf16."""
+    user = load(f"{MODELS}:experts")
+    truth = Truth(user, CPU)
+    recorded = truth.record(torch.bfloat16)
+    routed = next(key for key in recorded.decisions if "aten::topk" in key)
+    others = torch.ones(18, 4).scatter(1, recorded.decisions[routed], 0.0)
+    recorded.decisions[routed] = others.nonzero()[:, 1].view(18, 2)
+    limits = truth.limits(BF16)
+    apart = truth.of(recorded).apart["decision of layer, topk"]
+    assert apart > limits["decision of layer, topk"]
+
+
+def test_a_mask_that_its_kernel_gets_wrong_is_not_replayed() -> None:
+    """The kernel of ReLU's backward passes gradients below 0.2 by."""
+    user = load(f"{MODELS}:kinks")
+    truth = Truth(user, CPU)
+    limits = truth.limits(BF16)
+    library = torch.library.Library("aten", "IMPL")
+
+    def wrong(gradient: Tensor, result: Tensor, threshold: float) -> Tensor:
+        return gradient * (result > 0.2)
+
+    with pytest.warns(UserWarning, match="previous kernel"):
+        library.impl("threshold_backward", wrong, "CPU")
+    try:
+        got, recorded = recorded_step(user, CPU, torch.bfloat16)
+    finally:
+        library._destroy()
+    off = errors(got.quantities(), truth.of(recorded).quantities())
+    assert off["gradient of conv.weight"] > limits["gradient of conv.weight"]
+
+
+# --- decisions that nobody sees -----------------------------------------------------------------
+
+
+def test_decisions_within_reach_of_rounding_may_turn_where_nobody_sees_them() -> None:
+    user = load(f"{MODELS}:tie")
+    truth = Truth(user, CPU)
+    clean = truth.step.gradients["linear.bias"]
+    assert clean[0] > 1.0 / 2  # the ReLU at 1e-9 is on
+    turned = replace(truth.recorded, decisions={k: v.clone() for k, v in _decisions(truth)})
+    for decided in turned.decisions.values():
+        decided[..., 0] = True  # <= 0
+    off = errors(truth.of(turned).gradients, truth.step.gradients)["linear.bias"]
+    seen, unseen = (truth.limits(FP32, seen)["gradient of linear.bias"] for seen in (True, False))
+    assert seen < off < unseen
+
+
+def _decisions(truth: Truth) -> list[tuple[tuple[object, ...], Tensor]]:
+    return list(truth.recorded.decisions.items())
+
+
+def test_a_step_without_ties_has_one_limit() -> None:
+    truth = Truth(load(f"{MODELS}:experts"), CPU)
+    seen, unseen = truth.limits(FP32), truth.limits(FP32, False)
+    assert {n: unseen[n] for n in seen if n.startswith("gradient")} == {
+        n: limit for n, limit in seen.items() if n.startswith("gradient")
+    }
+
+
+# --- what has no bound --------------------------------------------------------------------------
+
+
+def test_a_bound_that_is_not_a_number_is_an_error_of_the_suite() -> None:
+    truth = Truth(load(f"{MODELS}:tie"), CPU)
+    truth.__dict__[EVERYWHERE] = Response({"loss": float("nan")}, Operands())
+    with pytest.raises(UserModelError, match="the bound of the loss is nan: an error of the suite"):
+        truth.limits(FP32)
+
+
+def test_without_a_float64_form_a_model_is_unverified(repository: Repository) -> None:
+    ended = repository.run(CHECKS, "--model", "own_models:opaque", "-k", "step_is and fp32")
+    assert "precision_meta.single.default cannot run in float64" in ended.text, ended.text
+    assert "UNVERIFIED" in ended.text
+    assert "REGRESSION" not in ended.text
+
+
+@pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this release has no such product")
+@pytest.mark.parametrize("ends", [[2, 5, 16], [2, 2, 7]], ids=["all", "with-rest"])
+def test_product_of_groups_is_that_of_torch(ends: list[int]) -> None:
+    a, wide, other = torch.randn(16, 8), torch.randn(8, 16), torch.randn(16, 4)
+    weights, turned = torch.randn(3, 8, 4), torch.randn(3, 4, 8)
+    offs = torch.tensor(ends, dtype=torch.int32)
+    rows = slice(None, ends[-1])  # torch leaves the others as they were in memory
+    for x, y, kept in ((a, weights, rows), (turned, wide, (..., rows)), (wide, other, ...)):
+        got = torch._grouped_mm(x, y, offs=offs)
+        want = grouped_mm(x.double(), y.double(), offs)
+        assert torch.allclose(got[kept].double(), want[kept], atol=2.0**-18)
+
+
+def test_runs_that_do_not_pair_up_differ() -> None:
+    user = load(f"{MODELS}:experts")
+    got = run_step(user, fresh(user, CPU)).quantities()
+    fewer = {**got, "loss": got["loss"].repeat(2)}
+    assert errors(fewer, got)["loss"] == float("inf")
