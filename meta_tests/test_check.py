@@ -127,8 +127,9 @@ class TestFailureText:
         checking.within_figures(
             zero, zero | {"head": 0.5}, torch.zeros(2), theorem="flow", source="HKZ", name="other"
         )
-        first, other = checking.cases.values()
-        assert (first.outcome, other.outcome) == ("unverified", "inside")
+        checking.within_figures(zero, zero, torch.ones(2), theorem="", source="", name="equal")
+        first, other, equal = checking.cases.values()
+        assert (first.outcome, other.outcome, equal.outcome) == ("unverified", "inside", "inside")
         assert "what was compared is 0 and verifies nothing" in first.reason
 
     def test_a_hint_is_asked_for_after_a_failure_only(self, checking: Check) -> None:

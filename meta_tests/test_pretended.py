@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from fixtures.numerics.formats import BF16, FP16, Format
 from fixtures.pretended import autocast, chips, install, kernels, optimizers, welford
 from fixtures.pretended.chips import PretendError
-from meta_tests.running import Repository, copy_repository
+from meta_tests.running import ROOT, Ended, Repository, copy_repository
 
 aten = torch.ops.aten
 BOTH = {"CUDA_VISIBLE_DEVICES": "0,1"}
@@ -19,79 +25,75 @@ half_formats = pytest.mark.parametrize("fmt", [BF16, FP16], ids=lambda fmt: fmt.
 
 # --- whole runs ---------------------------------------------------------------------------------
 
-CHECK = """
-    class TestOp:
-        def test_twice(self, check, device):
-            x = torch.arange(4.0).to(device.torch)
-            twice = {}
-            check.exact(twice.cpu(), torch.tensor([0.0, 2.0, 4.0, 6.0]))
-"""
 HEALTHY = {
     "number": "x * torch.tensor(2.0)",
     "copy": "x + torch.arange(4.0, device=device.torch)",
     "index": "2 * x[torch.arange(4)]",
-    "in-place": "x.add_(x)",
+    "in_place": "x.add_(x)",
     "filled": "torch.stack([x, x], out=torch.empty(0, device=device.torch)).sum(0)",
-    "by-numpy": "torch.from_numpy(2 * x.cpu().numpy()).to(device.torch)",
+    "by_numpy": "torch.from_numpy(2 * x.cpu().numpy()).to(device.torch)",
 }
 MISTAKES = {
-    "not-moved": ("x + torch.arange(4.0)", "Expected all tensors to be on the same device"),
+    "not_moved": ("x + torch.arange(4.0)", "Expected all tensors to be on the same device"),
     "numpy": ("torch.from_numpy(2 * x.numpy())", "can't convert pretended:0 device type tensor"),
-    "cpu-generator": (
+    "cpu_generator": (
         "torch.rand(4, device=device.torch, generator=torch.Generator())",
         "Expected a 'pretended' device type for generator but found 'cpu'",
     ),
-    "device-generator": (
+    "its_generator": (
         "torch.rand(4, generator=torch.Generator(device.torch)).to(device.torch)",
         "Expected a 'cpu' device type for generator but found 'pretended'",
     ),
 }
 
 
-def rehearse(tmp_path: Path, check: str, *arguments: str) -> tuple[Repository, int, str]:
-    repository = copy_repository(tmp_path)
-    repository.write_checks(check)
-    ended = repository.run(
-        *("-m", "h100", "--pretend", "h100", "--record", "record", *arguments), **BOTH
+def checks(lines: Mapping[str, str]) -> str:
+    """A check for each line, which has to give twice the numbers 0 to 3."""
+    return "\nclass TestOp:\n" + "\n".join(
+        f"    def test_{name}(self, check, device):\n"
+        f"        x = torch.arange(4.0).to(device.torch)\n"
+        f"        check.exact(({line}).cpu(), torch.tensor([0.0, 2.0, 4.0, 6.0]))\n"
+        for name, line in lines.items()
     )
-    return repository, ended.code, ended.text
+
+
+def rehearse(tmp_path: Path, source: str, *arguments: object) -> tuple[Repository, Ended]:
+    repository = copy_repository(tmp_path)
+    repository.write_checks(source)
+    own = ("-m", "h100", "--pretend", "h100", "--record", "record")
+    return repository, repository.run(*own, *arguments, CUDA_VISIBLE_DEVICES="0,1")
 
 
 def test_what_cuda_takes_passes_and_every_line_says_that_the_gpu_is_pretended(
     tmp_path: Path,
 ) -> None:
-    checks = "".join(
-        CHECK.format(line).replace("twice(", f"{name.replace('-', '_')}(")
-        for name, line in HEALTHY.items()
-    )
-    body = checks.replace("\n    class TestOp:", "")
-    repository, code, text = rehearse(tmp_path, "\n    class TestOp:" + body)
-    assert code == 0, text
-    assert f"{len(HEALTHY)} passed" in text
-    assert "precision: h100: torch" in text
-    assert "PRETENDED H100" in text
-    assert "verdict: PRETENDED GPU, not a real one: every verified case holds" in text
+    repository, ended = rehearse(tmp_path, checks(HEALTHY))
+    assert ended.code == 0, ended.text
+    assert f"{len(HEALTHY)} passed" in ended.text
+    assert re.search(r"precision: h100: torch .* PRETENDED H100", ended.text)
+    assert "precision: PRETENDED GPU: this run says nothing of a real one" in ended.text
+    assert "verdict: PRETENDED GPU, not a real one: every verified case holds" in ended.text
     record = repository.root / "record"
     assert "PRETENDED H100" in (record / "cases.json").read_text()
-    refused = repository.run("-m", "h100", "--pretend", "h100", "--baseline", record, **BOTH)
+    refused = repository.run("-m", "h100", "--pretend", "h100", "--baseline", record)
     assert refused.code == 4
     assert "PRETENDED GPU: it cannot be a baseline" in refused.text
     assert repository.run("render", record, module="reports").code == 0
     assert "PRETENDED GPU: All" in (record / "report.html").read_text()
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_that_cuda_refuses_is_red(tmp_path: Path, mistake: str) -> None:
-    line, said = MISTAKES[mistake]
-    _, code, text = rehearse(tmp_path, CHECK.format(line))
-    assert code == 1
-    assert said in text
+def test_mistakes_that_cuda_refuses_are_red(tmp_path: Path) -> None:
+    _, ended = rehearse(tmp_path, checks({name: line for name, (line, _) in MISTAKES.items()}))
+    assert ended.code == 3, ended.text  # an error of the run, not of numbers
+    assert f"{len(MISTAKES)} failed" in ended.text
+    for _, said in MISTAKES.values():
+        assert said in ended.text
 
 
 def test_nothing_is_made_golden_on_it(tmp_path: Path) -> None:
-    _, code, text = rehearse(tmp_path, CHECK.format("2 * x"), "--golden=propose")
-    assert code == 4
-    assert "leave out --pretend" in text
+    _, ended = rehearse(tmp_path, checks(HEALTHY), "--golden=propose")
+    assert ended.code == 4
+    assert "leave out --pretend" in ended.text
 
 
 def test_two_are_two_in_the_list_and_each_worker_is_pinned_to_one(tmp_path: Path) -> None:
@@ -112,18 +114,16 @@ def test_two_are_two_in_the_list_and_each_worker_is_pinned_to_one(tmp_path: Path
     assert sorted((repository.root / "seen").read_text().split()) == ["0", "0", "1", "1"]
 
 
-def test_what_used_it_before_a_worker_was_pinned_is_found(tmp_path: Path) -> None:
-    repository = copy_repository(tmp_path)
-    repository.write_checks(CHECK.format("2 * x"))
-    repository.edit(
-        "fixtures/plugin.py",
-        "    _find_devices(config)\n",
-        "    early()\n    _find_devices(config)\n",
+def test_a_model_runs_on_two_by_two_workers(tmp_path: Path) -> None:
+    repository = copy_repository(tmp_path, "model")
+    shutil.copy(ROOT / "meta_tests" / "own_models.py", repository.root / "own_models.py")
+    ended = repository.run(
+        *("-m", "h100 and model and not compiled and not ranks", "-k", "fp32", "-n", "2"),
+        *("--pretend", "h100,h100", "--model", "own_models:sound"),
+        **BOTH,
     )
-    with (repository.root / "fixtures" / "plugin.py").open("a") as plugin:
-        plugin.write("\n\ndef early():\n    import torch\n    torch.ones(1, device='pretended')\n")
-    ended = repository.run("-m", "h100", "--pretend", "h100,h100", "-n", "2", **BOTH)
-    assert "something used CUDA while it was imported" in ended.text
+    assert ended.code == 0, ended.text
+    assert re.search(r"model +whole +PASS", ended.text)
 
 
 def test_a_brief_run_has_the_sentinels_and_one_case_of_every_operation_and_format(
@@ -142,9 +142,9 @@ def test_a_brief_run_has_the_sentinels_and_one_case_of_every_operation_and_forma
             def test_fast(self, check, device, operation, fmt, size):
                 check.exact(1, 1)
     """
-    _, code, text = rehearse(tmp_path, check, "--brief")
-    assert code == 0, text
-    assert "12 passed" in text
+    _, ended = rehearse(tmp_path, check, "--brief")
+    assert ended.code == 0, ended.text
+    assert "12 passed" in ended.text
 
 
 # --- what it is called --------------------------------------------------------------------------
@@ -159,6 +159,18 @@ def test_chips_have_the_capability_of_their_family() -> None:
 def test_an_unknown_chip_is_refused_by_name() -> None:
     with pytest.raises(PretendError, match="no chip 'h1000'; chips are: v100, t4"):
         chips.gpus_of("h1000")
+
+
+def test_the_variable_is_read_once_as_cuda_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0,7,0")
+    try:
+        chips.ask_for(chips.gpus_of("h100,a100"))
+        seen = chips.visible()
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+        assert [gpu.name for gpu in seen] == ["PRETENDED A100", "PRETENDED H100"]
+        assert chips.visible() == seen
+    finally:
+        chips.ask_for(())
 
 
 def test_a_torch_without_devices_in_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,6 +254,36 @@ def test_a_fused_step_in_16_bit_rounds_once_and_refuses_other_strides() -> None:
             *([parameter], [gradient.t()[:, :1].expand(2, 2)], []),
             **{"lr": 1.0, "weight_decay": 0.0, "is_first_step": True, **options},
         )
+
+
+@pytest.mark.parametrize(("cell", "fused"), [(nn.GRUCell, "gru"), (nn.LSTMCell, "lstm")])
+def test_recurrent_cells_and_their_gradients_are_those_of_torch(cell: Any, fused: str) -> None:
+    torch.manual_seed(1)
+    own = cell(3, 5, dtype=torch.float64)
+    x, state, other = torch.randn(2, 3).double(), torch.randn(2, 5).double(), torch.randn(2, 5)
+    state.requires_grad_()
+    hidden = (state, other.double()) if fused == "lstm" else state
+    want = own(x, hidden)
+    first = want[0] if fused == "lstm" else want
+    slope = torch.randn(2, 5).double()
+    grads = torch.autograd.grad(first, [state, own.bias_ih, own.bias_hh], slope)
+    gates = (x @ own.weight_ih.T, state @ own.weight_hh.T)
+    biases = (own.bias_ih, own.bias_hh)
+    run = partial(kernels.run, kwargs={})
+    with torch.no_grad():
+        op = getattr(aten, f"_thnn_fused_{fused}_cell").default
+        if fused == "lstm":
+            got, cy, saved = run(op, (*gates, hidden[1], *biases))
+            back = aten._thnn_fused_lstm_cell_backward_impl.default
+            dgates, _, dbias = run(back, (slope, None, hidden[1], cy, saved, True))
+            found = (dgates @ own.weight_hh, dbias, dbias)
+        else:
+            got, saved = run(op, (*gates, state, *biases))
+            back = aten._thnn_fused_gru_cell_backward.default
+            _, of_hidden, dstate, *dbiases = run(back, (slope, saved, True))
+            found = (of_hidden @ own.weight_hh + dstate, *dbiases)
+    for mine, torchs in zip((got, *found), (first, *grads), strict=True):
+        assert torch.allclose(mine, torchs)
 
 
 def test_autocast_knows_what_cuda_registers() -> None:
