@@ -179,3 +179,19 @@ def zero_head() -> UserModel:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH, bias=False))
     nn.init.zeros_(model[2].weight)
     return user(model, lambda model, x: (model(x) - x).square().mean())
+
+
+class Scaled(nn.Module):
+    """A branch behind a scale of 1e-6: its fp16 gradients are subnormal, and they are right."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+        self.scale = nn.Parameter(torch.full((WIDTH,), 1e-6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.down(F.gelu(self.up(x)))
+
+
+def layer_scale() -> UserModel:
+    return user(nn.Sequential(Scaled(), Scaled(), nn.Linear(WIDTH, WIDTH)))

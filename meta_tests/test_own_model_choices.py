@@ -8,9 +8,17 @@ import pytest
 import torch
 from torch import nn
 
+from fixtures.numerics.formats import FP16
 from fixtures.own_model import factory, rank_jobs
 from fixtures.own_model.factory import COUPLES_EXAMPLES, UserModel, UserModelError, load, meant
-from fixtures.own_model.step import fresh, repeatable, run_step
+from fixtures.own_model.step import (
+    Truth,
+    errors,
+    fresh,
+    recorded_step,
+    repeatable,
+    run_step,
+)
 from fixtures.own_model.widened import _draws as draws
 from fixtures.own_model.widened import aten
 from meta_tests.running import ROOT, Ended, Repository, copy_repository
@@ -162,3 +170,13 @@ def test_parameters_behind_weights_of_zero_are_not_verified(repository: Reposito
     assert "2 of 3 parameters get no gradient, or exactly 0, and nothing is verified" in ended.text
     assert "0.weight, 0.bias; let the factory" in ended.text
     assert "PASS" in checked(repository, "own_models:sound", "can_be_verified").text
+
+
+def test_subnormal_gradients_lie_inside_their_bound_and_outside_one_without_underflow() -> None:
+    user = load(f"{MODELS}:layer_scale")
+    got, recorded = recorded_step(user, CPU, torch.float16, scale=2.0**4)
+    truth = Truth(user, CPU)
+    off = errors(got.quantities(), truth.of(recorded).quantities())
+    with_it, without = (truth.limits(FP16, scale=scale) for scale in (got.scale, 2.0**60))
+    assert all(off[name] <= with_it[name] for name in off)
+    assert any(off[name] > without[name] for name in off)
