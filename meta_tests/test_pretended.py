@@ -31,6 +31,9 @@ HEALTHY = {
     "index": "2 * x[torch.arange(4)]",
     "in_place": "x.add_(x)",
     "filled": "torch.stack([x, x], out=torch.empty(0, device=device.torch)).sum(0)",
+    "data": "setattr(x, 'data', 2 * x) or x",
+    "format": "torch.nn.ParameterList([x]).to(torch.bfloat16)[0].detach().float() * 2",
+    "file": "2 * torch.load(saved(x))",
     "by_numpy": "torch.from_numpy(2 * x.cpu().numpy()).to(device.torch)",
 }
 MISTAKES = {
@@ -49,11 +52,16 @@ MISTAKES = {
 
 def checks(lines: Mapping[str, str]) -> str:
     """A check for each line, which has to give twice the numbers 0 to 3."""
-    return "\nclass TestOp:\n" + "\n".join(
-        f"    def test_{name}(self, check, device):\n"
-        f"        x = torch.arange(4.0).to(device.torch)\n"
-        f"        check.exact(({line}).cpu(), torch.tensor([0.0, 2.0, 4.0, 6.0]))\n"
-        for name, line in lines.items()
+    saved = "\ndef saved(x):\n    torch.save(x, 'x.pt')\n    return 'x.pt'\n"
+    return (
+        saved
+        + "\nclass TestOp:\n"
+        + "\n".join(
+            f"    def test_{name}(self, check, device):\n"
+            f"        x = torch.arange(4.0).to(device.torch)\n"
+            f"        check.exact(({line}).cpu(), torch.tensor([0.0, 2.0, 4.0, 6.0]))\n"
+            for name, line in lines.items()
+        )
     )
 
 
