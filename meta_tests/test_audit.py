@@ -138,10 +138,19 @@ class TestLevels:
         limit = audit_bounds.of_clean_runs([1e-7, 2e-7, 1.5e-7, 3e-7], 1e-3)
         protocol = Calibrated(probe_limits={"kl": limit})
         assert protocol.judge(seen(0, {"a": 1.0}, probe={"kl": 2e-7})) == []
-        (alarm,) = protocol.judge(seen(1, {"a": 1.0}, probe={"kl": math.nan}))
+        (alarm,) = protocol.judge(seen(1, {"a": 1.0}, probe={"kl": 1.0}))
         assert (alarm.level, alarm.figure) == ("end_to_end", "kl")
         with pytest.raises(ValueError, match="does not report kl"):
             protocol.judge(seen(2, {"a": 1.0}, probe={"KL": 0.0}))
+
+    @pytest.mark.parametrize("protocol", [Calibrated, Fixed])
+    @pytest.mark.parametrize("value", [math.nan, math.inf])
+    def test_a_probe_that_is_not_finite_needs_no_limit(
+        self, protocol: type[Calibrated | Fixed], value: float
+    ) -> None:
+        (alarm,) = protocol().judge(seen(1, {"a": 1.0}, probe={"mine": value}))
+        assert (alarm.level, alarm.stops) == ("end_to_end", True)
+        assert alarm.figure == "mine of the probe is not finite:"
 
     def test_fixed_limits_ring_on_a_healthy_run(self) -> None:
         alarms = judged(Fixed(), noisy(100))

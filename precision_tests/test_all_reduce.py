@@ -30,7 +30,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -38,6 +38,7 @@ from torch.distributed.tensor import DTensor
 from fixtures.check import Check
 from fixtures.distributed import sharding
 from fixtures.distributed.ranks import Rank, RunRanks, unless_refused
+from fixtures.examples import examples
 from fixtures.golden import Golden, LoadTruth, Truth
 from fixtures.numerics import bounds, references
 from fixtures.numerics.bounds import Bound
@@ -186,7 +187,7 @@ def sum_bound(values: list[Tensor], fmt: Format) -> Bound:
 class TestBound:
     @formats
     @world_sizes
-    @settings(max_examples=20)
+    @examples(20)
     @given(seed=st.integers(0, 2**32), spread=st.integers(0, 12))
     def test_sum(
         self, check: Check, ranks: RunRanks, fmt: Format, world_size: int, seed: int, spread: int

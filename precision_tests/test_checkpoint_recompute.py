@@ -27,7 +27,7 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.checkpoint
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -37,6 +37,7 @@ from fixtures.collection import exists
 from fixtures.devices import Device
 from fixtures.distributed import sharding
 from fixtures.distributed.ranks import Rank, RunRanks
+from fixtures.examples import examples
 from fixtures.golden import Golden, LoadTruth, Truth
 from fixtures.numerics.formats import BF16, FP16, FP32, FP64, Format
 from fixtures.switches import intra_op_threads
@@ -201,7 +202,7 @@ def step(
 class TestBound:
     """The bound is 0, for whatever shape, dropout and seed can be found."""
 
-    @settings(max_examples=25)
+    @examples(25)
     @given(
         rows=st.integers(1, 20),
         width=st.integers(1, 40),

@@ -20,8 +20,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fixtures import environment, fresh_process, stash
+from fixtures import compiling, environment, fresh_process, stash
 from fixtures.check import Check
+from fixtures.collection import exists
 from fixtures.devices import Device
 from fixtures.golden import LoadTruth
 from fixtures.numerics import dropout_bounds
@@ -61,21 +62,34 @@ def of_step(step: StepResult) -> Tensors:
 
 class TestCompiled:
     # A graph of inductor's costs half a minute: the one under autocast is that of odd widths.
+    @exists(lambda device, threads: device.type == "cpu" or threads == "one-thread")
     @pytest.mark.parametrize(
-        ("policy", "implementation"),
-        [("fp32", "inductor"), ("fp32", "aot_eager"), ("bf16_autocast", "aot_eager")],
+        ("policy", "implementation", "threads"),
+        [
+            ("fp32", "inductor", "one-thread"),
+            ("fp32", "inductor", "two-threads"),
+            ("fp32", "aot_eager", "one-thread"),
+            ("bf16_autocast", "aot_eager", "one-thread"),
+        ],
     )
     def test_loss_and_gradients(
-        self, check: Check, truth: LoadTruth, device: Device, policy: str, implementation: str
+        self,
+        check: Check,
+        truth: LoadTruth,
+        device: Device,
+        policy: str,
+        implementation: str,
+        threads: str,
     ) -> None:
         stored = StepTruth.load(truth)
         want = named(float(stored.trace.values["step0/loss"]), stored.gradients)
         limits = step_bound_for(POLICIES[policy], stored.sensitivities, CONFIG, truth=FP32)
         limits = {name: limits[name] for name in want}
         step = (POLICIES[policy], CONFIG, stored.micro_batches, device.torch)
-        before = of_step(run_step(*step, stored.parameters))
-        got = of_step(run_compiled(*step, implementation, stored.parameters))
-        after = of_step(run_step(*step, stored.parameters))
+        with compiling.on_threads(compiling.THREADS[threads]):
+            before = of_step(run_step(*step, stored.parameters))
+            got = of_step(run_compiled(*step, implementation, stored.parameters))
+            after = of_step(run_step(*step, stored.parameters))
         check.exact(in_a_row(after), in_a_row(before), name="eager-stays")
         theorem = f"flow of the step in {policy}"
         check.within_figures(

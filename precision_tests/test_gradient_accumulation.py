@@ -32,7 +32,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -41,6 +41,7 @@ from fixtures.check import Check
 from fixtures.devices import Device
 from fixtures.distributed import sharding
 from fixtures.distributed.ranks import Rank, RunRanks
+from fixtures.examples import examples
 from fixtures.golden import Golden, LoadTruth, Truth
 from fixtures.numerics import accumulation_bounds, bounds, references
 from fixtures.numerics.formats import BF16, FORMATS, FP16, FP32, FP64, Format, round_to
@@ -162,7 +163,7 @@ def parameter_on(device: Device, width: int, fmt: Format) -> Tensor:
 
 
 class TestBound:
-    @settings(max_examples=60)
+    @examples(60)
     @given(
         counts=st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(any),
         width=st.integers(1, 40),

@@ -15,7 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from fixtures import compiling
 from fixtures.check import Check
+from fixtures.collection import exists
 from fixtures.devices import Device
 from fixtures.distributed.pool import RankPool
 from fixtures.numerics.formats import BF16, FP16, FP32, Format
@@ -281,8 +283,10 @@ def test_saved_and_loaded_it_goes_on_as_before(
 
 
 @pytest.mark.compiled
+@exists(lambda device, threads: device.type == "cpu" or threads == "one-thread")
+@pytest.mark.parametrize("threads", compiling.THREADS)
 def test_compiled_step_is_that_of_float64(
-    check: Check, user: UserModel, device: Device, monkeypatch: pytest.MonkeyPatch
+    check: Check, user: UserModel, device: Device, threads: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch.compile of the model, with eager's random numbers."""
     import torch._dynamo.utils
@@ -291,7 +295,7 @@ def test_compiled_step_is_that_of_float64(
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     monkeypatch.setattr(torch._inductor.config, "fallback_random", True)
-    with running("the compiled step"):
+    with running("the compiled step"), compiling.on_threads(compiling.THREADS[threads]):
         compiled: Any = torch.compile(fresh(user, device.torch))
         step = run_step(user, compiled, watch=False)
     torch.set_flush_denormal(False)  # fixtures/compiling.py says why

@@ -1,0 +1,77 @@
+"""What the suite sets so that other machines and numbers of threads stay green, or turn red."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch._inductor.config
+
+from fixtures import compiling
+from meta_tests.running import ROOT, copy_repository, read_json
+
+POLICY = """
+    def policy_of(rank):
+        return os.environ["OMP_WAIT_POLICY"]
+
+    class TestOp:
+        def test_it(self, check, ranks):
+            check.exact([os.environ["OMP_WAIT_POLICY"], *ranks(policy_of, 1)], [{wanted!r}] * 2)
+"""
+PROPERTY = """
+    from hypothesis import given, strategies
+
+    from fixtures.examples import examples
+
+    tried = []
+
+    class TestBound:
+        @examples(3)
+        @given(strategies.integers())
+        def test_it(self, number):
+            tried.append(number)
+
+        def test_that_many(self, check):
+            check.exact(len(tried), {wanted})
+"""
+
+
+@pytest.mark.parametrize("given", ["", "ACTIVE"])
+def test_threads_that_wait_leave_their_core_to_ranks_and_workers(
+    tmp_path: Path, given: str
+) -> None:
+    repository = copy_repository(tmp_path)
+    repository.write_checks(POLICY.format(wanted=given or "PASSIVE"))
+    ended = repository.run(**({"OMP_WAIT_POLICY": given} if given else {}))
+    assert ended.code == 0, ended.text
+
+
+@pytest.mark.parametrize(("options", "wanted"), [((), 3), (("--hypothesis-profile=deep",), 5000)])
+def test_a_deep_profile_tries_as_many_examples_as_it_promises(
+    tmp_path: Path, options: tuple[str, ...], wanted: int
+) -> None:
+    repository = copy_repository(tmp_path)
+    repository.write_checks(PROPERTY.format(wanted=wanted))
+    ended = repository.run(*options, "--record=record")
+    assert ended.code == 0, ended.text
+    assert list(read_json(repository.root / "record" / "verdict.json")["cases"])
+
+
+def test_no_check_has_a_number_of_examples_of_its_own() -> None:
+    checks = (ROOT / "precision_tests").glob("*.py")
+    assert [path.name for path in checks if re.search(r"\bmax_examples\b", path.read_text())] == []
+
+
+def test_compiled_cases_are_written_for_one_thread_and_for_two() -> None:
+    before = torch.get_num_threads(), torch._inductor.config.cpp.threads
+    seen = {}
+    for name, count in compiling.THREADS.items():
+        with compiling.on_threads(count):
+            seen[name] = (torch.get_num_threads(), torch._inductor.config.cpp.threads)
+    assert seen == {"one-thread": (1, 1), "two-threads": (2, 2)}
+    assert (torch.get_num_threads(), torch._inductor.config.cpp.threads) == before
+    for module in ("model", "end_to_end_compiled"):
+        text = (ROOT / "precision_tests" / f"test_{module}.py").read_text()
+        assert "compiling.on_threads(compiling.THREADS[threads])" in text
