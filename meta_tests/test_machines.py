@@ -59,6 +59,17 @@ def test_a_deep_profile_tries_as_many_examples_as_it_promises(
     assert list(read_json(repository.root / "record" / "verdict.json")["cases"])
 
 
+def test_a_seed_chooses_the_examples(tmp_path: Path) -> None:
+    repository = copy_repository(tmp_path)
+    repository.write_checks(PROPERTY.replace("exact(len(tried), {wanted})", "observe(tried)"))
+    drawn = []
+    for seed in (1, 1, 2):
+        options = ("--hypothesis-profile=seeded", f"--hypothesis-seed={seed}")
+        cases = read_json(repository.record(*options, to=f"record-{len(drawn)}") / "cases.json")
+        drawn.append([case["observed"] for case in cases["cases"]])
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
 def test_no_check_has_a_number_of_examples_of_its_own() -> None:
     checks = (ROOT / "precision_tests").glob("*.py")
     assert [path.name for path in checks if re.search(r"\bmax_examples\b", path.read_text())] == []

@@ -286,7 +286,7 @@ def test_saved_and_loaded_it_goes_on_as_before(
 @exists(lambda device, threads: device.type == "cpu" or threads == "one-thread")
 @pytest.mark.parametrize("threads", compiling.THREADS)
 def test_compiled_step_is_that_of_float64(
-    check: Check, user: UserModel, device: Device, threads: str, monkeypatch: pytest.MonkeyPatch
+    check: Check, user: UserModel, device: Device, threads: str
 ) -> None:
     """torch.compile of the model, with eager's random numbers."""
     import torch._dynamo.utils
@@ -294,8 +294,9 @@ def test_compiled_step_is_that_of_float64(
 
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    monkeypatch.setattr(torch._inductor.config, "fallback_random", True)
-    with running("the compiled step"), compiling.on_threads(compiling.THREADS[threads]):
+    draws = torch._inductor.config.patch(fallback_random=True)
+    on_threads = compiling.on_threads(compiling.THREADS[threads])
+    with running("the compiled step"), on_threads, draws:
         compiled: Any = torch.compile(fresh(user, device.torch))
         step = run_step(user, compiled, watch=False)
     torch.set_flush_denormal(False)  # fixtures/compiling.py says why
