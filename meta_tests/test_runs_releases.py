@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from fixtures import known_faults
 from fixtures.distributed.ranks import RanksUnavailable, unless_refused
+from fixtures.known_fault import KnownFault
 from fixtures.record import Case, Record, RecordError
 from meta_tests.running import Repository, copy_repository, read_json
 from reports import releases
@@ -75,7 +77,7 @@ def case(name: str, node: str = "gelu", **fields: Any) -> Case:
     return Case(node, "op", name, "cpu", **{"test": name, **fields})
 
 
-def test_the_table_of_releases_is_made_of_records() -> None:
+def test_the_table_of_releases_is_made_of_records(monkeypatch: pytest.MonkeyPatch) -> None:
     red = {"outcome": "outside", "margin": 9.0}
     old = of_release(
         "2.6.0+cu124",
@@ -85,14 +87,20 @@ def test_the_table_of_releases_is_made_of_records() -> None:
     )
     mended = of_release("2.6.0+cu124", case("crashed", outcome="unverified"))
     new = of_release("2.10.0", case("a", figures={"outlived": "known up to 2.9"}, **red), case("b"))
-    table = releases.lines([new, old, mended])
+    row = KnownFault(("gelu/op/since/*",), ">=2.6,<2.7", "issue 2", "seen since", got=("5",))
+    monkeypatch.setattr(known_faults, "KNOWN_FAULTS", (row,))
+    since = of_release(
+        "2.6.0+cu124",
+        case("since", figures={"wrong": ["5"]}, **red),
+        case("since", dtype="bf16", test="other", figures={"wrong": ["6"]}, **red),
+    )
+    table = releases.lines([new, old, since, mended])
     assert table[0] == "| node | 2.6.0+cu124 | 2.10.0 |"
-    assert (
-        "| gelu | PASS (1 known, 1 unverified) | REGRESSION (1 red, 1 of them known of earlier "
-        "releases) |"
-    ) in table
+    old_gelu = "REGRESSION (2 known, 1 unverified, 1 red)"
+    new_gelu = "REGRESSION (1 red, 1 of them known of earlier releases)"
+    assert f"| gelu | {old_gelu} | {new_gelu} |" in table
     assert "| all_reduce | UNVERIFIED | - |" in table
-    assert table[-1] == "| cases | 3 | 2 |"
+    assert table[-1] == "| cases | 5 | 2 |"
     with pytest.raises(RecordError, match="honest records"):
         releases.lines([replace(old, injected="a_fault")])
 

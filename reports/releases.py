@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from packaging.version import Version
 
+from fixtures.known_faults import known_fault
 from fixtures.nodes import AREA_IDS, NODE_IDS
 from fixtures.record import Case, Record, RecordError
 from fixtures.verdict import Judgement, Verdict, judge_record, outlived, worst
@@ -18,7 +20,7 @@ def lines(records: Iterable[Record]) -> list[str]:
     """Markdown: a column per release, oldest first, a row per node and area.
 
     Several records of one release are one column. A test that a later record has too is that of
-    the later one.
+    the later one. A known fault whose row was added since is known.
     """
     columns = {release: _judged(found) for release, found in _by_release(records).items()}
     head = ["node", *columns]
@@ -67,9 +69,18 @@ def _judged(records: Sequence[Record]) -> Mapping[str, list[Judgement]]:
         again = {case.test for case in record.cases.values()}
         cases = {k: c for k, c in cases.items() if c.test not in again} | dict(record.cases)
     by_node: dict[str, list[Judgement]] = {}
-    for judged in judge_record(replace(records[-1], cases=cases), None):
+    latest = records[-1]
+    cases = {name: _with_row(case, latest.environment[case.device]) for name, case in cases.items()}
+    for judged in judge_record(replace(latest, cases=cases), None):
         by_node.setdefault(judged.case.node, []).append(judged)
     return by_node
+
+
+def _with_row(case: Case, environment: Mapping[str, Any]) -> Case:
+    if case.outcome != "outside" or case.known:
+        return case
+    row = known_fault(case.id, environment, case.figures.get("wrong", ()))
+    return replace(case, known=row.what) if row else case
 
 
 def _row(cells: Sequence[str]) -> str:

@@ -226,6 +226,23 @@ CHANGED: tuple[Remedy, ...] = (
 
 KNOWN: tuple[Remedy, ...] = (
     Remedy(
+        ("seed_layers/bound/law-*", "seed_layers/op/uniform-in-16-bit-*"),
+        "draw in fp32 on the CPU, then .to(torch.bfloat16)",
+        "fp32 draws use 24 bits of the generator's word and have no short tails",
+    ),
+    Remedy(
+        ("checkpoint_recompute/op/recomputes-under-the-autocast-*",),
+        "use_reentrant=False, or torch.autocast(..., cache_enabled=False)",
+        "no weight that was cast without a graph is then used again with one",
+        names=("torch.autocast",),
+    ),
+    Remedy(
+        ("layer_norm/op/rms-norm-*",),
+        "F.rms_norm(x.float(), ...).to(x.dtype)",
+        "one rounding at the end instead of one at each step",
+        names=("torch.nn.functional.rms_norm",),
+    ),
+    Remedy(
         ("all_reduce/op/clipping-sees-the-global-norm-*",),
         "model.clip_grad_norm_(max_norm) of FullyShardedDataParallel, or fully_shard",
         "the method reduces the norm over ranks; nn.utils.clip_grad_norm_ sees one shard only",
