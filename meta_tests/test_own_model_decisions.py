@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from fixtures.numerics.decision_bounds import turned_bound
 from fixtures.numerics.formats import BF16, FP16, FP32, Format
 from fixtures.own_model.factory import UserModelError, load
 from fixtures.own_model.rounding import EVERYWHERE
 from fixtures.own_model.step import Response, Truth, errors, fresh, recorded_step, run_step
 from fixtures.own_model.substitutes import grouped_mm
 from fixtures.own_model.ties import Operands
-from fixtures.own_model.widened import Widened
 from meta_tests.running import ROOT, Repository, copy_repository
 from precision_tests.test_model import observed_step
 
@@ -29,10 +29,11 @@ def margins(name: str, fmt: Format) -> dict[str, float]:
     user = load(f"{MODELS}:{name}")
     truth = Truth(user, CPU)
     got, recorded = observed_step(user, CPU, fmt)
-    want = truth.of(recorded)
-    limits = truth.limits(fmt)
-    off = {**want.apart, **errors(got.quantities(), want.quantities())}
-    return {name: error / limits[name] if error else 0.0 for name, error in off.items()}
+    want = truth.of(recorded, fmt, got.scale)
+    limits = truth.limits(fmt, scale=got.scale)
+    off = errors(got.quantities(), want.quantities())
+    decided = {name: apart / limit for name, (apart, limit) in want.apart.items() if apart}
+    return decided | {name: error / limits[name] if error else 0.0 for name, error in off.items()}
 
 
 # --- sound models -------------------------------------------------------------------------------
@@ -69,12 +70,10 @@ def test_decisions_of_the_run_are_those_of_its_truth() -> None:
     """Some of bf16's are not float64's own."""
     truth = Truth(load(f"{MODELS}:kinks"), CPU)
     recorded = truth.record(torch.bfloat16)
-    replayed, own = Widened(recorded), Widened(replace(recorded, decisions={}))
-    truth.run(replayed, truth.new_model())
-    truth.run(own, truth.new_model())
-    assert any(apart > 0.0 for apart in replayed.apart.values())
-    assert own.apart == {}
-    assert {name.split(", ")[1] for name in replayed.apart} >= {
+    replayed = truth.of(recorded, BF16).apart
+    assert any(apart > 0.0 for apart, _ in replayed.values())
+    assert truth.of(replace(recorded, decisions={}), BF16).apart == {}
+    assert {name.split(", ")[1] for name in replayed} >= {
         *("relu_", "threshold_backward", "max_pool2d_with_indices", "amax", "clamp", "abs", "eq"),
     }
 
@@ -107,16 +106,15 @@ def test_wrong_decision_is_red_by_name(
 
 
 def test_other_experts_than_rounding_explains_are_outside_the_bound() -> None:
-    """The tokens of one micro-batch go to the two worst experts, in bf16."""
+    """One token of 18 goes to the two worst experts, in bf16."""
     user = load(f"{MODELS}:experts")
     truth = Truth(user, CPU)
     recorded = truth.record(torch.bfloat16)
     routed = next(key for key in recorded.decisions if "aten::topk" in key)
     others = torch.ones(18, 4).scatter(1, recorded.decisions[routed], 0.0)
-    recorded.decisions[routed] = others.nonzero()[:, 1].view(18, 2)
-    limits = truth.limits(BF16)
-    apart = truth.of(recorded).apart["decision of layer, topk"]
-    assert apart > limits["decision of layer, topk"]
+    recorded.decisions[routed][0] = others.nonzero()[:, 1].view(18, 2)[0]
+    apart, limit = truth.of(recorded, BF16).apart["decision of layer, topk"]
+    assert apart > limit
 
 
 def test_a_mask_that_its_kernel_gets_wrong_is_not_replayed() -> None:
@@ -202,3 +200,17 @@ def test_runs_that_do_not_pair_up_differ() -> None:
     got = run_step(user, fresh(user, CPU)).quantities()
     fewer = {**got, "loss": got["loss"].repeat(2)}
     assert errors(fewer, got)["loss"] == float("inf")
+
+
+def test_limit_of_turned_decisions_holds_for_whichever_they_are_and_not_by_far() -> None:
+    """The m largest of many errors are as bad a choice as any."""
+    generator = torch.Generator().manual_seed(1)
+    errors_ = torch.randn(200, 1000, generator=generator).abs().sort(descending=True).values
+    for count in (1, 10, 500):
+        worst = float(errors_[:, :count].norm(dim=1).max())
+        limit = turned_bound(torch.ones(count), 1000, false_alarm=1 / 200)
+        assert worst < limit < 3 * worst
+    one = turned_bound(torch.ones(1), 1000)
+    assert turned_bound(torch.ones(1), 1000, choices=64) > one
+    assert turned_bound(torch.ones(1), 1000, repeats=4) > one
+    assert turned_bound(torch.ones(0), 1000) == 0.0

@@ -31,6 +31,7 @@ from fixtures.own_model.factory import (
     if_meant,
     meant,
 )
+from fixtures.own_model.recording import Recorded
 from fixtures.own_model.step import (
     MICRO_BATCHES,
     Step,
@@ -44,7 +45,6 @@ from fixtures.own_model.step import (
     truth_of,
 )
 from fixtures.own_model.trial import running
-from fixtures.own_model.widened import Recorded
 
 formats = pytest.mark.parametrize("fmt", [FP32, BF16, FP16], ids=lambda fmt: fmt.name)
 SOURCE = "docs/your_model.md; Hsu, Kakade, Zhang 2012"
@@ -70,8 +70,10 @@ def first_difference(a: Step, b: Step) -> str:
 def hold(check: Check, got: Step, want: Step, limits: dict[str, float], theorem: str) -> None:
     """Holds decisions, outputs, loss and gradients to the bound; names the first that leaves it."""
     found, wanted = got.quantities(), want.quantities()
-    off = {**want.apart, **errors(found, wanted)}
+    off = errors(found, wanted)
     known = {name: limits.get(name, 0.0) for name in off}
+    off = {**{name: apart for name, (apart, _) in want.apart.items()}, **off}
+    known |= {name: limit for name, (_, limit) in want.apart.items()}
     beyond = [name for name in off if not off[name] <= known[name]]
 
     def hint() -> str:
@@ -111,7 +113,7 @@ def test_step_is_that_of_float64(
     with running(f"a step under autocast in {fmt.name}"):
         got, recorded = observed_step(user, device.torch, fmt)
     truth = truth_of(user, device.torch)
-    want = truth.of(recorded)
+    want = truth.of(recorded, fmt, got.scale)
     limits = truth.limits(fmt, scale=got.scale)
     hold(check, got, want, limits, f"flow of the model in {fmt.name}")
 
