@@ -10,6 +10,7 @@ from torch import nn
 
 from fixtures.numerics.formats import FP16
 from fixtures.own_model import factory, rank_jobs
+from fixtures.own_model.comparisons import common_factor
 from fixtures.own_model.factory import COUPLES_EXAMPLES, UserModel, UserModelError, load, meant
 from fixtures.own_model.step import (
     Truth,
@@ -81,6 +82,7 @@ def test_a_loss_over_all_ranks_is_that_of_their_rows_joined(repository: Reposito
     ended = checked(repository, "choosing_models:lost_factor", "w2")
     assert ended.code == 1, ended.text
     assert "flow of the model over 2 ranks, their rows joined" in ended.text
+    assert "all gradients are the truth's times 0.5" in ended.text
 
 
 # --- blocks -------------------------------------------------------------------------------------
@@ -180,3 +182,11 @@ def test_subnormal_gradients_lie_inside_their_bound_and_outside_one_without_unde
     with_it, without = (truth.limits(FP16, scale=scale) for scale in (got.scale, 2.0**60))
     assert all(off[name] <= with_it[name] for name in off)
     assert any(off[name] > without[name] for name in off)
+
+
+def test_a_factor_of_all_gradients_is_found_and_of_one_is_none() -> None:
+    want = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0])}
+    limits = dict.fromkeys(want, 2.0**-20)
+    assert common_factor({n: 4.0 * g for n, g in want.items()}, want, limits) == 4.0
+    assert common_factor({**want, "b": 4.0 * want["b"]}, want, limits) is None
+    assert common_factor({n: 0.0 * g for n, g in want.items()}, want, limits) is None

@@ -77,7 +77,10 @@ def hold(check: Check, got: Step, want: Step, limits: dict[str, float], theorem:
     beyond = [name for name in off if not off[name] <= known[name]]
 
     def hint() -> str:
-        return f"first to leave its bound, in the order of the step: {beyond[0]}"
+        text = f"first to leave its bound, in the order of the step: {beyond[0]}"
+        of = {name: known[f"gradient of {name}"] for name in want.gradients}
+        factor = comparisons.common_factor(got.gradients, want.gradients, of)
+        return text + (f"; all gradients are the truth's times {factor:.4g}" if factor else "")
 
     check.within_figures(off, known, flat(found), theorem=theorem, source=SOURCE, hint=hint)
 
