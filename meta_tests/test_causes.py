@@ -90,3 +90,10 @@ def test_what_another_program_calls_is_not(tmp_path: Path) -> None:
     program = foreign_program(tmp_path)
     assert not of_the_tested(raised_by(lambda: program.step(lambda: ONES @ ONES)))
     assert "trainer" not in sys.modules
+
+
+@pytest.mark.parametrize(("said", "tested"), [("lowering", True), ("file too short", False)])
+def test_code_that_a_killed_compiler_left_is_not_torch_s(said: str, tested: bool) -> None:
+    file = Path(torch.__file__).parent / "_inductor" / "compile.py"
+    code = compile(f"raise RuntimeError('ImportError: ab.main.so: {said}')", str(file), "exec")
+    assert of_the_tested(raised_by(lambda: exec(code))) is tested
