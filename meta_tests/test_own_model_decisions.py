@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fixtures.numerics.decision_bounds import turned_bound
 from fixtures.numerics.formats import BF16, FP16, FP32, Format
+from fixtures.own_model.decisions import kind_of, named
 from fixtures.own_model.factory import UserModelError, load
 from fixtures.own_model.rounding import EVERYWHERE
 from fixtures.own_model.step import Response, Truth, errors, fresh, recorded_step, run_step
@@ -193,6 +194,33 @@ def test_product_of_groups_is_that_of_torch(ends: list[int]) -> None:
         got = torch._grouped_mm(x, y, offs=offs)
         want = grouped_mm(x.double(), y.double(), offs)
         assert torch.allclose(got[kept].double(), want[kept], atol=2.0**-18)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "x", "decided", "far"),
+    [
+        ("floor", {}, 1.9, 2.0, 0.1),
+        ("ceil", {}, 1.2, 1.0, 0.2),
+        ("round", {}, 1.6, 1.0, 0.1),
+        ("trunc", {}, -1.1, 0.0, 0.1),
+        ("sign", {}, 0.3, -1.0, 0.3),
+        ("_to_copy", {"dtype": torch.int64}, 2.75, 3, 0.25),
+        ("_to_copy", {"dtype": torch.int64}, -0.5, -1, 0.5),
+        ("_to_copy", {"dtype": torch.bool}, 0.5, False, 0.5),
+    ],
+)
+def test_whole_number_lies_as_far_as_its_operand_has_to_move(
+    name: str, options: dict[str, torch.dtype], x: float, decided: float, far: float
+) -> None:
+    """0 for what float64 decides itself."""
+    func = getattr(torch.ops.aten, name).default
+    operand = torch.tensor([x, x], dtype=torch.float64)
+    kind = kind_of(func, (operand,), options)
+    assert kind is not None
+    own = kind.decided(named(func, (operand,), options), func(operand, **options))
+    decision = torch.stack([own[0], torch.tensor(decided, dtype=own.dtype)])
+    apart = kind.apart(func, named(func, (operand,), options), own, decision)
+    assert torch.allclose(apart, torch.tensor([0.0, far], dtype=torch.float64))
 
 
 def test_runs_that_do_not_pair_up_differ() -> None:
