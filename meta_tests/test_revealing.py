@@ -188,7 +188,7 @@ class TestOnADevice:
             return matmul(a.flip(-1), b.flip(0), gpu="H100", accumulation=SplitK(3))
 
         monkeypatch.setattr(checks, "on_device", backwards)
-        with pytest.raises(pytest.skip.Exception, match="the record holds its tree"):
+        with pytest.raises(pytest.skip.Exception, match="its tree is recorded"):
             self.hold(self.check(), BF16)
 
     def recorded(self, check: Check, name: str) -> str:
