@@ -12,7 +12,7 @@ from fixtures.numerics.formats import FP16
 from fixtures.own_model import factory, rank_jobs
 from fixtures.own_model.comparisons import common_factor
 from fixtures.own_model.factory import COUPLES_EXAMPLES, UserModel, UserModelError, load, meant
-from fixtures.own_model.recording import draws
+from fixtures.own_model.recording import aten, draws
 from fixtures.own_model.step import (
     Truth,
     errors,
@@ -21,7 +21,6 @@ from fixtures.own_model.step import (
     repeatable,
     run_step,
 )
-from fixtures.own_model.widened import aten
 from meta_tests.running import ROOT, Ended, Repository, copy_repository
 
 CPU = torch.device("cpu")
