@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from fixtures.attending import BACKENDS, TAKES, attend, draw_case, has_case, inputs_of, takes_shape
 from fixtures.devices import CPU, Device
@@ -142,6 +144,22 @@ class TestRefusal:
     def test_of_a_check_is_unverified(self) -> None:
         with pytest.raises(pytest.skip.Exception, match="efficient: No viable backend"):
             attend(inputs_of("causal"), True, FP32, CPU, "efficient")
+
+    def test_of_cudnn_is_unverified_and_an_error_of_its_kernel_is_not(self) -> None:
+        """torch passes on what cuDNN then has no kernel for: pytorch issue 140930."""
+
+        def raising(words: str) -> Callable[..., Tensor]:
+            def operation(*operands: Tensor, **options: object) -> Tensor:
+                raise RuntimeError(f"cuDNN Frontend error: [cudnn_frontend] Error: {words}")
+
+            return operation
+
+        none = raising("No execution plans support the graph.")
+        with pytest.raises(pytest.skip.Exception, match="No execution plans support the graph"):
+            attend(inputs_of("causal"), True, FP32, CPU, "math", none)
+        broken = raising("the plan could not be executed.")
+        with pytest.raises(RuntimeError, match="could not be executed"):
+            attend(inputs_of("causal"), True, FP32, CPU, "math", broken)
 
     def test_of_an_example_is_followed_by_another(self) -> None:
         seen = []

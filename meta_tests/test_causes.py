@@ -92,8 +92,25 @@ def test_what_another_program_calls_is_not(tmp_path: Path) -> None:
     assert "trainer" not in sys.modules
 
 
-@pytest.mark.parametrize(("said", "tested"), [("lowering", True), ("file too short", False)])
-def test_code_that_a_killed_compiler_left_is_not_torch_s(said: str, tested: bool) -> None:
+@pytest.mark.parametrize(
+    ("said", "tested"),
+    [
+        ("lowering", True),
+        ("CUDA error: an illegal memory access was encountered", True),
+        ("file too short", False),
+        ("CUDA error: CUDA-capable device(s) is/are busy or unavailable", False),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", False),
+        ("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`", False),
+        ("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED", False),
+        ("CUDA error: uncorrectable ECC error encountered", False),
+        ("CUDA error: no kernel image is available for execution on the device", False),
+        ("NCCL error: unhandled system error (run with NCCL_DEBUG=INFO for details)", False),
+        ("NCCL error: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000", False),
+    ],
+)
+def test_what_a_machine_refuses_is_not_torch_s_though_torch_says_it(
+    said: str, tested: bool
+) -> None:
     file = Path(torch.__file__).parent / "_inductor" / "compile.py"
     code = compile(f"raise RuntimeError('ImportError: ab.main.so: {said}')", str(file), "exec")
     assert of_the_tested(raised_by(lambda: exec(code))) is tested

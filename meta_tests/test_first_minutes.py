@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from torch import Tensor
 from fixtures.first_minutes import __main__ as driver
 from fixtures.first_minutes import accuracy, kernels, models, summary
 from fixtures.first_minutes.accuracy import FUNCTIONS, Accuracy, sweep
-from fixtures.first_minutes.steps import MINUTES, Step, steps
+from fixtures.first_minutes.steps import MINUTES, Step, steps, workers_for
 from fixtures.first_minutes.summary import Outcome, Page
 from fixtures.journal import Journal
 from fixtures.numerics.formats import BF16, FP16, FP32, FP64, Format
@@ -176,6 +177,27 @@ class TestSteps:
         again = next(step for step in planned if step.name == "4-again")
         assert f"--baseline={tmp_path / '3-checks'}" in again.command
 
+    @pytest.mark.parametrize(
+        ("gib", "workers"),
+        [([139.0], 8), ([4.75], 1), ([9.5], 3), ([79.0] * 8, 8), ([4.75, 4.75], 2), ([], 8)],
+        ids=["whole", "slice-1g", "slice-2g", "eight", "two-slices", "none"],
+    )
+    def test_share_the_memory_of_a_gpu_or_of_a_slice_of_one(
+        self, gib: list[float], workers: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
+        assert workers_for(gib) == workers
+        monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+        assert workers_for(gib) == min(workers, 2)
+        planned = steps("h100", ROOT, workers=workers)
+        given = [s.command[s.command.index("-n") + 1] for s in planned if "-n" in s.command]
+        assert set(given) == {str(workers)}
+
+    def test_a_driver_that_hangs_is_not_waited_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(driver, "LOOK_S", 0.5)
+        found = driver.look(os.environ, "import time; time.sleep(60)")
+        assert found == "torch or the driver gave no answer in 0 s: does nvidia-smi?"
+
     def test_load_no_torch(self) -> None:
         code = "import sys; sys.modules['torch'] = None; import fixtures.first_minutes.__main__"
         subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
@@ -276,6 +298,20 @@ class TestPage:
         text = "\n".join(summary.found_by(self.STEP, tmp_path))
         assert "No record: " in text
         assert "ERROR: the reason" in text
+
+    def test_what_cannot_be_shown_does_not_end_the_run(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def broken(folder: Path) -> None:
+            raise KeyError("a field of a record")
+
+        monkeypatch.setattr(summary, "_recorded", broken)
+        (tmp_path / "4-again.txt").write_text("what it printed\n")
+        page = Page(tmp_path, [], [self.STEP], {self.STEP.name: Outcome(0, 1.0)})
+        page.write()
+        text = (tmp_path / summary.NAME).read_text()
+        assert "No record: KeyError('a field of a record')" in text
+        assert "what it printed" in text
 
     def test_it_lists_what_moved_what_is_red_and_why_something_is_unverified(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -46,6 +49,19 @@ def test_threads_that_wait_leave_their_core_to_ranks_and_workers(
     repository.write_checks(POLICY.format(wanted=given or "PASSIVE"))
     ended = repository.run(**({"OMP_WAIT_POLICY": given} if given else {}))
     assert ended.code == 0, ended.text
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_python_without_headers_compiles_nothing(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", sys.executable)  # a program that is there
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())  # of triton
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    wanted = f"torch.compile needs Python's headers; there is no {tmp_path}/Python.h (python3-dev)"
+    assert compiling.missing_compiler(kind) == wanted
+    (tmp_path / "Python.h").touch()
+    assert compiling.missing_compiler(kind) == ""
 
 
 @pytest.mark.parametrize(("options", "wanted"), [((), 3), (("--hypothesis-profile=deep",), 5000)])

@@ -15,7 +15,7 @@ import torch
 from fixtures import devices, plugin
 from fixtures.distributed import ranks
 from fixtures.distributed.pool import RankPool, RanksUnavailable
-from fixtures.distributed.ranks import Rank
+from fixtures.distributed.ranks import Group, Member, Rank, Request
 from fixtures.own_model.factory import seeded
 from meta_tests.running import Repository, copy_repository
 
@@ -136,6 +136,14 @@ class OnGpus(RankPool):
             super()._check(*arguments)  # type: ignore[arg-type]
         finally:
             self._device_type = "cpu"
+
+
+def test_a_torch_without_nccl_has_no_ranks_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    member = Member(0, 0, lambda group: pytest.fail("a group was begun"))
+    asked = Request(Group(1, "store", 1.0, "cuda"), f"{__name__}:index_of", None, b"")
+    answer = member.answer(asked)
+    assert answer.unavailable == f"torch {torch.__version__} is built without NCCL"
 
 
 def test_a_refused_job_ends_no_rank_on_a_gpu() -> None:
