@@ -34,10 +34,27 @@ HEALTHY = {
     "data": "setattr(x, 'data', 2 * x) or x",
     "format": "torch.nn.ParameterList([x]).to(torch.bfloat16)[0].detach().float() * 2",
     "file": "2 * torch.load(saved(x))",
+    "list": "torch.tensor((2 * x).tolist())",
+    "into_cpu": "torch.empty(4).copy_(2 * x)",
+    "chosen": "torch.where(x >= 0, 2 * x, torch.tensor(1.0))",
+    "masked": "(2 * x).masked_fill(x < 0, torch.tensor(1.0))",
+    "several": "torch._foreach_mul([x], torch.tensor(2.0))[0]",
     "by_numpy": "torch.from_numpy(2 * x.cpu().numpy()).to(device.torch)",
 }
 MISTAKES = {
     "not_moved": ("x + torch.arange(4.0)", "Expected all tensors to be on the same device"),
+    "number_not_moved": (
+        "torch.stack([*(2 * x)[:3], torch.tensor(6.0)])",
+        "pretended:0 and cpu! (aten.stack.default; on the cpu: ())",
+    ),
+    "gradient_not_moved": (
+        "torch.autograd.grad(2 * x.requires_grad_(), x, torch.arange(4.0))[0]",
+        "invalid gradient: expected device pretended:0 but got cpu",
+    ),
+    "nothing_moved": (
+        "2 * torch.arange(4.0)",
+        "4 elements were measured, and 0 came from the pretended GPU",
+    ),
     "numpy": ("torch.from_numpy(2 * x.numpy())", "can't convert pretended:0 device type tensor"),
     "cpu_generator": (
         "torch.rand(4, device=device.torch, generator=torch.Generator())",
@@ -144,11 +161,11 @@ def test_a_brief_run_has_the_sentinels_and_one_case_of_every_operation_and_forma
         @of("operation", [torch.add, torch.mul])
         class TestOp:
             def test_any(self, check, device, operation, fmt, size):
-                check.exact(1, 1)
+                check.exact(operation(torch.ones(1, device=device.torch), 1).numel(), 1)
 
             @pytest.mark.sentinel
             def test_fast(self, check, device, operation, fmt, size):
-                check.exact(1, 1)
+                check.exact(operation(torch.ones(1, device=device.torch), 1).numel(), 1)
     """
     _, ended = rehearse(tmp_path, check, "--brief")
     assert ended.code == 0, ended.text

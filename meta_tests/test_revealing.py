@@ -203,6 +203,19 @@ class TestOnADevice:
         )
         assert self.recorded(check, "way") == '["round"]'
 
+    def test_says_how_fp32_reaches_the_unit_of_an_older_kernel(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A library may serve an H100 by instructions with half the block: no other arithmetic."""
+        own = GPUS["H100"].units["tf32"]
+        self.pretend(monkeypatch, replace(own, block=own.block // 2), tf32_input="truncate")
+        check = self.check()
+        checks.TestMatrixUnitOfDevice().test_how_fp32_reaches_the_tf32_unit(
+            check, self.device, TF32
+        )
+        assert self.recorded(check, "way") == '["truncate"]'
+        assert self.recorded(check, "block") == str(own.block // 2)
+
     def test_candidates_differ_from_each_other(self) -> None:
         unit = GPUS["H100"].units["bf16"]
         named = [(u.block, a) for u, a in kernel_orders.candidates(unit)]
