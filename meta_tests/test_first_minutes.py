@@ -126,6 +126,20 @@ class TestSweep:
         assert pasted.measured.startswith("NVIDIA H100, torch 2.13.0: erf 1.2345 at 0x1.0")
 
 
+@pytest.mark.parametrize("reason", ["", "no compiler"])
+def test_a_row_says_that_no_compiled_code_was_swept(
+    reason: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accuracy, "CHUNK", 2**12)
+    monkeypatch.setattr(accuracy, "CHUNKS", 1)
+    monkeypatch.setattr(accuracy, "missing_compiler", lambda device: reason)
+    monkeypatch.setattr(accuracy, "compiled", lambda function: function)
+    assert accuracy.main(["--device", "cpu", "--compiled"]) == 0
+    text = capsys.readouterr().out
+    assert ("eager code alone: erf" in text) is bool(reason)
+    assert ("compiled code is left out: no compiler" in text) is bool(reason)
+
+
 def test_what_bounds_assume_is_held_to_what_was_seen() -> None:
     found = {name: Accuracy(ulps=limit) for name, (limit, _) in accuracy.assumed().items()}
     assert found.keys() == FUNCTIONS.keys()
