@@ -141,14 +141,36 @@ def test_a_row_says_that_no_compiled_code_was_swept(
 
 
 def test_what_bounds_assume_is_held_to_what_was_seen() -> None:
-    found = {name: Accuracy(ulps=limit) for name, (limit, _) in accuracy.assumed().items()}
+    limits = accuracy.assumed()
+    found = {name: Accuracy(ulps=limit, relative=limit) for name, (limit, *_) in limits.items()}
     assert found.keys() == FUNCTIONS.keys()
     lines, above = accuracy.judged(found)
     assert (len(lines), above) == (2 + len(FUNCTIONS), [])
-    for ulps in (found["log"].ulps + 0.01, math.inf):
-        lines, above = accuracy.judged(found | {"log": Accuracy(ulps=ulps)})
+    for relative in (3.01, math.inf):
+        lines, above = accuracy.judged(found | {"log": Accuracy(relative=relative)})
         assert above == ["log"]
-        assert lines[-2].endswith("| 1.5 | cross_entropy | ABOVE |")
+        assert lines[-2].endswith("| 3 | u | cross_entropy | ABOVE |")
+    lines, above = accuracy.judged(found | {"erf": Accuracy(ulps=2.51)})
+    assert (above, lines[2]) == (["erf"], "| erf | 2.5100 | 2.5 | ulp | gelu | ABOVE |")
+
+
+def test_two_ulps_of_rsqrt_below_a_power_of_two_are_two_unit_roundoffs() -> None:
+    """And four just above one: bounds count by their relative size."""
+    x = torch.tensor([0.2500004, 0.9999996, 0.0, 1.0])
+    exact = torch.rsqrt(x.double())
+    got = torch.rsqrt(x.double()).float()
+    got[:2] = (got[:2].view(torch.int32) - 2).view(torch.float32)
+    found = accuracy.accuracy(x, got, exact, FP32)
+    assert 1.5 < found.ulps <= 2.5
+    just_below_2 = accuracy.accuracy(x[:1], got[:1], exact[:1], FP32)
+    assert 1.5 < just_below_2.ulps <= 2.5
+    assert just_below_2.relative == pytest.approx(just_below_2.ulps, rel=1e-5)
+    just_above_1 = accuracy.accuracy(x[1:2], got[1:2], exact[1:2], FP32)
+    assert just_above_1.relative == pytest.approx(2 * just_above_1.ulps, rel=1e-5)
+    both = just_below_2.and_of(just_above_1)
+    assert both.relative == just_above_1.relative == found.relative
+    wrong = accuracy.accuracy(x[:1], x[:1] * 0, exact[:1] * 0 + math.nan, FP32)
+    assert wrong.relative == math.inf
 
 
 def test_kernels_are_shown_with_the_error_of_each(capsys: pytest.CaptureFixture[str]) -> None:
