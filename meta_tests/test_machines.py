@@ -41,6 +41,13 @@ PROPERTY = """
 """
 
 
+FOLDER = """
+    class TestOp:
+        def test_it(self):
+            pytest.skip(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+"""
+
+
 @pytest.mark.parametrize("given", ["", "ACTIVE"])
 def test_threads_that_wait_leave_their_core_to_ranks_and_workers(
     tmp_path: Path, given: str
@@ -49,6 +56,19 @@ def test_threads_that_wait_leave_their_core_to_ranks_and_workers(
     repository.write_checks(POLICY.format(wanted=given or "PASSIVE"))
     ended = repository.run(**({"OMP_WAIT_POLICY": given} if given else {}))
     assert ended.code == 0, ended.text
+
+
+def test_compiled_code_of_another_instruction_set_is_not_taken(tmp_path: Path) -> None:
+    """What AVX-512's run left on disk is wrong under AVX2, and inductor would take it."""
+    repository = copy_repository(tmp_path)
+    repository.write_checks(FOLDER)
+    folders = []
+    for given in ({}, {"ATEN_CPU_CAPABILITY": "default"}, {}, {"TORCHINDUCTOR_CACHE_DIR": "/mine"}):
+        assert repository.run("--record", f"r{len(folders)}", **given).code == 0
+        cases = read_json(repository.root / f"r{len(folders)}" / "cases.json")["cases"]
+        folders.append(cases[0]["reason"])
+    assert folders[0] == folders[2] != folders[1]
+    assert folders[3] == "/mine"
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
