@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fixtures.check import Check
-from fixtures.devices import Device
+from fixtures.devices import CPU, Device
 from fixtures.hardware_models import kernel_orders
 from fixtures.hardware_models.accumulation import SEQUENTIAL, Accumulation, SliceK, SplitK
 from fixtures.hardware_models.kernel_orders import in_order, order_of, tree_of
@@ -27,6 +27,7 @@ from fixtures.hardware_models.revealing import (
 from fixtures.hardware_models.units import GPUS, INPUT_DTYPES, MatrixUnit
 from fixtures.numerics.formats import BF16, TF32, Format
 from fixtures.record import Case
+from fixtures.switches import keep_precision
 from precision_tests import test_hardware_models_matrix_units as checks
 
 
@@ -215,6 +216,23 @@ class TestOnADevice:
         )
         assert self.recorded(check, "way") == '["truncate"]'
         assert self.recorded(check, "block") == str(own.block // 2)
+
+    def test_fp32_products_are_tf32_by_both_switches_and_by_none_afterwards(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """torch 2.9 and later have two, and raise where one is read that contradicts the other."""
+        switches, seen = torch.backends.cuda.matmul, []
+
+        def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            seen.append((switches.allow_tf32, getattr(switches, "fp32_precision", "tf32")))
+            return a
+
+        keep_precision()
+        monkeypatch.setattr(torch, "mm", product)
+        checks.on_device(torch.ones(2, 2), torch.ones(2, 2), CPU)
+        assert seen == [(True, "tf32")]
+        after = (switches.allow_tf32, getattr(switches, "fp32_precision", "ieee"))
+        assert after == (False, "ieee")
 
     def test_candidates_differ_from_each_other(self) -> None:
         unit = GPUS["H100"].units["bf16"]

@@ -11,13 +11,10 @@ mechanism, and what of it is verified: docs/hardware_models.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 
-from fixtures import stash
+from fixtures import stash, switches
 from fixtures.check import Check
 from fixtures.devices import Device
 from fixtures.hardware_models import kernel_orders, recorded, revealing, unit_bounds
@@ -114,26 +111,12 @@ ROWS = 128
 of_each_format = pytest.mark.parametrize("fmt", [pytest.param(f, id=f.name) for f in PROBED])
 
 
-@contextmanager
-def tf32_allowed() -> Iterator[None]:
-    """fp32 products by the tf32 unit: by the switch of torch 2.9 and later, or by the older one."""
-    switches = torch.backends.cuda.matmul
-    name, value = (
-        ("fp32_precision", "tf32") if hasattr(switches, "fp32_precision") else ("allow_tf32", True)
-    )
-    before = getattr(switches, name)
-    setattr(switches, name, value)
-    try:
-        yield
-    finally:
-        setattr(switches, name, before)
-
-
 def on_device(a: torch.Tensor, b: torch.Tensor, device: Device) -> torch.Tensor:
     """a b by the device's matrix unit, with its raw fp32 sums; on the CPU."""
     left, right = a.to(device.torch), b.to(device.torch)
     if a.dtype == torch.float32:
-        with tf32_allowed():
+        # By the older switch, which sets the newer one as well: torch refuses to read one alone.
+        with switches.attribute(torch.backends.cuda.matmul, "allow_tf32", True):
             return torch.mm(left, right).cpu()
     try:
         return torch.mm(left, right, out_dtype=torch.float32).cpu()
