@@ -13,9 +13,13 @@ RUNS    := reports/runs
 
 venv = $(VENVS)/$(subst ==,-,$(1))
 RUN  = $(if $(USE),$(USE),$(call venv,$(TORCH))/bin/python)
-NEED = $(if $(USE),usable,$(call venv,$(TORCH))/ready)
+NEED = $(if $(USE),usable,release $(call venv,$(TORCH))/ready)
 
-.PHONY: gate gpu test pretended upgrade golden faults bench predict twins models claims clean honest usable
+# Environments are named by their release, so it is one: no range, which would name another tomorrow.
+a_release = @case '$($(1))' in torch==[0-9]*) ;; \
+	*) echo "error: $(1)=$($(1)) names no release of torch; name one as $(1)=torch==2.14.1"; exit 4;; esac
+
+.PHONY: gate gpu test pretended upgrade golden faults bench predict twins models claims clean honest usable release
 
 gate: honest $(NEED)  ## check the torch that is installed; prints the matrix, writes a record
 	$(RUN) -m fixtures.gate -n $(WORKERS) $(OPTIONS)
@@ -35,6 +39,8 @@ pretended: $(NEED)  ## rehearse a GPU's checks on two pretended H100 (docs/prete
 
 upgrade: honest  ## make upgrade FROM=torch==2.13.0 TO=torch==2.14.1: what did the upgrade change?
 	@test -n "$(FROM)" -a -n "$(TO)" || { echo 'usage: make upgrade FROM=torch==A TO=torch==B'; exit 4; }
+	$(call a_release,FROM)
+	$(call a_release,TO)
 	$(MAKE) $(call venv,$(FROM))/ready TORCH=$(FROM)
 	$(MAKE) $(call venv,$(TO))/ready TORCH=$(TO)
 	$(call venv,$(TO))/bin/python -m reports upgrade $(call venv,$(FROM))/bin/python -n $(WORKERS)
@@ -67,14 +73,21 @@ honest:
 clean:
 	rm -rf $(VENVS) .pytest_cache .hypothesis .mypy_cache .ruff_cache
 
+release:
+	$(call a_release,TORCH)
+
 usable:
 	@command -v '$(USE)' > /dev/null || { echo "error: USE=$(USE) cannot be run; name the interpreter whose torch is to be checked, as USE=/opt/venv/bin/python"; exit 4; }
-	@'$(USE)' -c 'import sys; from importlib.util import find_spec; lacks = [n for n in "torch pytest hypothesis numpy scipy safetensors mpmath packaging".split() if not find_spec(n)]; \
-	lacks and sys.exit("error: $(USE) lacks " + ", ".join(lacks) + "; with torch installed, $(USE) -m pip install -e . adds the rest")'
+	@test usable = "$$('$(USE)' -c 'import sys; sys.version_info < (3, 11) and sys.exit("error: $(USE) is Python %d.%d; the suite needs 3.11 or later" % sys.version_info[:2]); \
+	from importlib.util import find_spec; lacks = [n for n in "torch pytest hypothesis numpy scipy safetensors mpmath packaging".split() if not find_spec(n)]; \
+	lacks and sys.exit("error: $(USE) lacks " + ", ".join(lacks) + "; with torch installed, $(USE) -m pip install -e . adds the rest"); print("usable")')" \
+	|| { echo "error: USE=$(USE) cannot check a torch: name an interpreter of Python 3.11 or later that has one"; exit 4; }
 
 # Pins, so that the same environment is built everywhere; torch itself is what TORCH says, and what
 # torch requires is its own choice. Where pip fails, its words are shown and nothing half made stays.
 $(VENVS)/%/ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	{ echo "error: PYTHON=$(PYTHON) is no Python 3.11 or later; name one, as PYTHON=/usr/bin/python3.12"; exit 4; }
 	@echo "$(VENVS)/$*: installing $(TORCH) and the suite, which takes minutes; pip's words: $(VENVS)/$*.log"
 	@mkdir -p $(VENVS); \
 	trap 'test -e $@ || rm -rf $(VENVS)/$*' EXIT; trap 'exit 130' INT TERM; \

@@ -152,7 +152,8 @@ def test_what_cannot_be_meant_is_refused(arguments: list[str], message: str) -> 
     ("kernel", "message"),
     [
         ("no_such_module:gelu", "there is no module no_such_module; run pytest from the folder"),
-        ("math:gelu", "math:gelu: module math has no gelu"),
+        ("math:gelu", "math:gelu: module math has no gelu; it has: acos, "),
+        ("kernels/gelu.py:gelu", "kernels/gelu.py:gelu is not of the form package.module:name"),
         ("math:pi", "math:pi is a float, which cannot be called"),
         ("broken_kernel:gelu", "importing broken_kernel raised RuntimeError: no compiler"),
     ],

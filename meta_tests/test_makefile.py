@@ -20,6 +20,7 @@ from meta_tests.running import ROOT, environment
 TIMEOUT_S = 60
 # Makes folders as venv does; the interpreter in one runs what the test says for pip.
 STAND_IN = """#!/bin/sh
+[ "$1" = -c ] && exit 0
 mkdir -p "$3/bin"
 cp "$0.pip" "$3/bin/python"
 """
@@ -97,6 +98,7 @@ def test_an_interrupted_installation_leaves_nothing(
     [
         ("no/such/python", "USE=no/such/python cannot be run"),
         ("bare", "lacks torch, pytest, .* -m pip install -e . adds the rest"),
+        ("/bin/true", "USE=/bin/true cannot check a torch: name an interpreter of Python 3.11"),
     ],
 )
 def test_an_interpreter_that_cannot_serve_is_named_with_the_remedy(
@@ -108,8 +110,30 @@ def test_an_interpreter_that_cannot_serve_is_named_with_the_remedy(
         Path(interpreter).chmod(0o755)
     code, text = ended(make(tmp_path, "gate", f"USE={interpreter}"))
     assert code == 2
-    assert re.search(f"^error: .*{words}", text)
+    assert re.search(f"(?m)^error: .*{words}", text)
     assert "Traceback" not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("gate TORCH=2.6.0", "TORCH=2.6.0 names no release of torch; name one as TORCH=torch=="),
+        ("gate TORCH=torch>=2.5", "TORCH=torch>=2.5 names no release of torch"),
+        ("gate TORCH=", "TORCH= names no release of torch"),
+        ("upgrade FROM=torch==2.13.0 TO=2.14.1", "TO=2.14.1 names no release of torch"),
+        ("upgrade FROM=2.13.0 TO=torch==2.14.1", "FROM=2.13.0 names no release of torch"),
+        ("upgrade FROM=torch==2.13.0", "usage: make upgrade FROM=torch==A TO=torch==B"),
+        ("gate PYTHON=no/such/python", "PYTHON=no/such/python is no Python 3.11 or later"),
+        ("gate PYTHON=/bin/false", "PYTHON=/bin/false is no Python 3.11 or later"),
+    ],
+)
+def test_a_wrong_word_is_named_before_anything_is_made(
+    tmp_path: Path, words: str, text: str
+) -> None:
+    code, said = ended(make(tmp_path, *words.split()))
+    assert code == 2
+    assert text in said
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_torch_requires_is_not_pinned() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from fixtures.own_model import factory, rank_jobs
 from fixtures.own_model.factory import UserModelError, blocks, load
 from fixtures.own_model.rounding import EVERYWHERE, SIXTEEN
 from fixtures.own_model.step import Truth, errors, fresh, recorded_step, run_step
+from meta_tests import own_models
 from meta_tests.running import ROOT, Repository, copy_repository
 
 MODELS = "meta_tests.own_models"
@@ -101,8 +105,10 @@ def test_example_of_the_documentation_passes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "text"),
     [
-        ("own_models", "name a function, as package.module:factory"),
-        (f"{MODELS}:nothing", f"{MODELS} has no function nothing; it has: "),
+        ("own_models", "own_models is not of the form package.module:name"),
+        ("docs/examples/a.py:f", "docs/examples/a.py as docs.examples.a"),
+        (f"{MODELS}:nothing", f"module {MODELS} has no nothing; it has: "),
+        (f"{MODELS}:__doc__", f"{MODELS}:__doc__ is a str, which cannot be called"),
         (f"{MODELS}:raises", "the factory raised RuntimeError: no data here"),
         (f"{MODELS}:no_batches", "batches must be a list with at least one batch"),
         (f"{MODELS}:without_parameters", "no parameter that requires a gradient"),
@@ -112,6 +118,25 @@ def test_example_of_the_documentation_passes(tmp_path: Path) -> None:
 def test_unusable_factories_are_refused(spec: str, text: str) -> None:
     with pytest.raises(UserModelError, match=text.replace("(", r"\(")):
         load(spec)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("loss", None, "loss is a NoneType; it must be a function, loss(model, batch), that"),
+        ("wrap", 3, "wrap is a int; it must be a function, wrap(model), that applies fully_shard"),
+        ("optimizer", "AdamW", "optimizer is a str; it must be a function, optimizer(parameters)"),
+        ("valid", 4, "valid is a int; it must be a function, valid(batch), that counts"),
+        ("deliberate", "draws in eval", "must be a tuple of words, as ('draws in eval',)"),
+    ],
+)
+def test_fields_of_another_kind_are_refused(
+    monkeypatch: pytest.MonkeyPatch, field: str, value: Any, text: str
+) -> None:
+    made = replace(own_models.user(own_models.Model()), **{field: value})
+    monkeypatch.setattr(own_models, "odd", lambda: made, raising=False)
+    with pytest.raises(UserModelError, match=re.escape(text)):
+        load(f"{MODELS}:odd")
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,13 @@ def test_nothing_is_made_golden_on_it(tmp_path: Path) -> None:
     assert "leave out --pretend" in ended.text
 
 
+@pytest.mark.parametrize("mark", ["ranks", "compiled"])
+def test_what_it_has_no_cases_of_is_said(tmp_path: Path, mark: str) -> None:
+    _, ended = rehearse(tmp_path, checks(HEALTHY), "-m", f"h100 and {mark}")
+    assert ended.code == 5, ended.text
+    assert "a pretended GPU has none of ranks, compiled, gpu_only (docs/pretended.md)" in ended.text
+
+
 def test_two_are_two_in_the_list_and_each_worker_is_pinned_to_one(tmp_path: Path) -> None:
     check = """
         @pytest.mark.parametrize("turn", range(4))

@@ -156,8 +156,17 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "dtype": (("-m", "not fp8"), "-m: unknown mark 'fp8'", "bf16, fp16, tf32, fp32, fp64"),
     "require": (("--require", "h1000"), "--require: unknown mark 'h1000'", NODES),
     "inject": (("--inject", "gelu_late"), "unknown fault 'gelu_late'; known:", "gelu_tanh_for_erf"),
-    "threads": (("--threads", "0"), "--threads 0: give a number from 1 up"),
+    "threads": (("--threads", "0"), "--threads 0: give a number from 1 to 1024"),
+    "too many": (("--threads", "99999999999"), "--threads 99999999999: give a number from 1 to"),
+    "no time": (("--rank-timeout", "nan"), "--rank-timeout nan: give seconds above 0"),
+    "for ever": (("--rank-timeout", "inf"), "--rank-timeout inf: give seconds above 0, a day at"),
+    "profile": (("--hypothesis-profile=dep",), "unknown profile 'dep'; known: gate, seeded, deep"),
+    "no folder": (("--baseline", "pyproject.toml"), "pyproject.toml is not a record; a record is"),
     "record": (("--record", "reports"), "--record reports exists; name another folder"),
+    "no record": (("--record=",), "--record= names no folder; name one that does not exist yet"),
+    "in a file": (("--record", "pyproject.toml/x"), "pyproject.toml/x cannot be written; name"),
+    "no model": (("-m", "gelu or model"), "name it with --model package.module:factory"),
+    "file": (("--model", "a/b.py:f"), "--model a/b.py:f is not of the form package.module:name"),
     "reason": (("--reason", "why not"), "--reason goes with --golden=bless"),
     "bless": (("--golden=bless",), "--golden=bless needs --reason"),
     "nothing to bless": (("--golden=bless", "--reason=x"), "no proposal in", "--golden=propose"),
@@ -189,9 +198,18 @@ def test_what_cannot_be_meant_is_refused(tmp_path: Path, case: str) -> None:
             "unknown fault 'gelu_late'; known: seed_",
         ),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "launch with torchrun, or unset RANK and WORLD_SIZE"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "two", "LOCAL_RANK": "0"}
+            | {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"},
+            "WORLD_SIZE=two: torchrun sets a number there",
+        ),
+        (
+            {"PRECISION_SIMULATED_GPUS": "NVIDIA H100"},
+            "'NVIDIA H100' is no GPU; name it with its compute capability",
+        ),
         ({"PRECISION_SIMULATED_GPUS": H100}, "is a test aid: it needs --collect-only"),
     ],
-    ids=["fault", "torchrun", "simulated"],
+    ids=["fault", "torchrun", "number", "capability", "simulated"],
 )
 def test_an_environment_that_cannot_be_meant_is_refused(
     tmp_path: Path, environ: dict[str, str], text: str

@@ -119,6 +119,14 @@ class TestImports:
     def test_what_reports_load_holds_no_torch(self, module: str) -> None:
         assert "torch" not in loaded_by(module)
 
+    @pytest.mark.parametrize(
+        "module",
+        ["fixtures.collection", "fixtures.results", "fixtures.plugin", "reports.plugin"],
+    )
+    def test_what_pytest_loads_first_holds_no_torch(self, module: str) -> None:
+        """Variables of threads are set before torch is loaded, which reads them once."""
+        assert "torch" not in loaded_by(module)
+
     def test_reports_run_where_torch_cannot_be_loaded(self) -> None:
         code = "import sys; sys.modules['torch'] = None; import reports.__main__"
         subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fixtures import gate, journal, record, summary, verdict
+from fixtures.command_line import Parser
 from fixtures.environment import two_builds
 from fixtures.record import Record, RecordError
 from fixtures.run import require_baseline
@@ -18,7 +18,7 @@ from reports import findings, releases, writing
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m reports", description=__doc__)
+    parser = Parser(prog="python -m reports", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     ended = commands.add_parser("exit-code", help="return the exit code that a run ended with")
     ended.add_argument("record", type=Path)
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return gate_upgrade(chosen.old_python, chosen.workers)
     except RecordError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 4
+        return verdict.EXIT_USAGE
 
 
 def exit_code(folder: Path) -> int:
@@ -153,7 +153,7 @@ def gate_upgrade(old_python: str, workers: str) -> int:
     _gate(old_python, workers, old, "none")
     if not old.exists():
         print(f"error: the old environment left no record in {old}; its run is shown above")
-        return 4
+        return verdict.EXIT_USAGE
     print("\n== the new environment: gated against the old one\n", flush=True)
     code = _gate(sys.executable, workers, new, str(old))
     if new.exists():
@@ -169,7 +169,10 @@ def _torch_of(python: str) -> str:
     """The version of an interpreter's torch, its build included, as torch itself says it."""
     ask = [python, "-c", "import torch; print(torch.__version__)"]
     try:
-        return subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip()
+        version = subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip()
+        if not version:
+            raise OSError("it says nothing of a version")
+        return version
     except (OSError, subprocess.CalledProcessError) as error:
         said = getattr(error, "stderr", "").strip().splitlines() or [str(error)]
         raise RecordError(
