@@ -19,7 +19,7 @@ NEED = $(if $(USE),usable,release $(call venv,$(TORCH))/ready)
 a_release = @case '$($(1))' in torch==[0-9]*) ;; \
 	*) echo "error: $(1)=$($(1)) names no release of torch; name one as $(1)=torch==2.14.1"; exit 4;; esac
 
-.PHONY: gate gpu test pretended upgrade golden faults bench predict twins models claims clean honest usable release
+.PHONY: gate gpu test pretended upgrade golden faults bench predict twins zoo claims clean honest usable release
 
 gate: honest $(NEED)  ## check the torch that is installed; prints the matrix, writes a record
 	$(RUN) -m fixtures.gate -n $(WORKERS) $(OPTIONS)
@@ -58,7 +58,7 @@ predict: $(NEED)  ## make predict FROM=A100 TO=H100: what a change of GPU will c
 twins: $(NEED)  ## one training run on two code paths of the CPU: where they part first, and by how much
 	$(RUN) -m fixtures.audit.twins
 
-models: $(NEED)  ## the checks of --model on ten models that people train (docs/your_model.md); minutes each
+zoo: $(NEED)  ## the checks of --model on ten models that people train (docs/your_model.md); minutes each
 	$(RUN) -m fixtures.own_model.zoo
 
 claims: $(NEED)  ## try again what is said about the precision of training: docs/claims.md

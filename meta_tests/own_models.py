@@ -176,11 +176,6 @@ def sound() -> UserModel:
     return user(Model())
 
 
-def plain_tuple() -> tuple[Any, ...]:
-    made = batches()
-    return Model(), loss, [(tokens, targets.clamp(0)) for tokens, targets in made]
-
-
 def wrong_backward() -> UserModel:
     return user(Model(WrongBackward.apply))
 

@@ -60,6 +60,12 @@ def test_counts_of_cases(
     assert counts == [of_cpu, of_h100, of_v100], found
 
 
+def test_what_is_no_case_is_not_counted(repository: Repository) -> None:
+    ended = repository.run("--collect-only", "-q")
+    listed = sum("::" in line for line in ended.text.splitlines())
+    assert re.search(rf"(?m)^{listed} tests collected", ended.text), ended.text.splitlines()[-3:]
+
+
 def test_fused_optimizers_of_cuda_have_one_layout(collected: list[str]) -> None:
     fused = {
         device: [

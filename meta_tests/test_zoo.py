@@ -1,4 +1,4 @@
-"""``make models``: the ten models are there, take a step, and the table says what a run found."""
+"""``make zoo``: the ten models are there, take a step, and the table says what a run found."""
 
 from __future__ import annotations
 
