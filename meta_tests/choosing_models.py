@@ -120,6 +120,20 @@ class Remembers(Stack):
         return super().forward(x)
 
 
+class Drifting(nn.Module):
+    """A block whose scale grows with each call, as spectral norm's singular vectors turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1.0
+        return x + self.linear(x).tanh() * (1.0 + 0.1 * self.calls)
+
+
 class Parts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -156,6 +170,10 @@ def caching() -> UserModel:
 
 def remembering() -> UserModel:
     return user(Remembers())
+
+
+def drifting() -> UserModel:
+    return user(nn.Sequential(Drifting(), Drifting()))
 
 
 def with_a_workspace() -> UserModel:

@@ -222,3 +222,81 @@ class Tie(nn.Module):
 
 def tie() -> UserModel:
     return UserModel(Tie(), lambda m, x: m(x).square().sum() + m(x).sum(), [torch.ones(1, 2)])
+
+
+# --- steps and maxima inside of kernels ---------------------------------------------------------
+
+
+class Quantized(nn.Module):
+    """Inputs and weights of 8 bits, with torch's own kernels for both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scales", torch.full((WIDTH,), 0.01))
+        self.register_buffer("zeros", torch.zeros(WIDTH, dtype=torch.int32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = torch.fake_quantize_per_channel_affine(
+            self.linear.weight, self.scales, self.zeros, 0, -128, 127
+        )
+        y = F.linear(torch.fake_quantize_per_tensor_affine(x, 0.03, 0, -128, 127), weight)
+        return torch.fake_quantize_per_tensor_affine(F.silu(y.float()), 0.03, 3, -128, 127)
+
+
+def quantized() -> UserModel:
+    return UserModel(Around(Quantized()), loss, tokens(), deliberate=("stops gradients",))
+
+
+class Largest(nn.Module):
+    """Each position takes the largest of what random others send it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("to", torch.randint(LENGTH, (1, LENGTH, 1)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        sent = self.linear(x)
+        to = self.to.expand_as(sent)
+        return torch.zeros_like(sent).scatter_reduce(1, to, sent, "amax", include_self=False)
+
+
+def largest() -> tuple[Any, ...]:
+    return Around(Largest()), loss, tokens()
+
+
+class Spline(nn.Module):
+    """A line that is broken at edges which the layer itself computes, twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.edges = nn.ModuleList(nn.Linear(WIDTH, 16 * WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.edges:
+            sizes = layer(x).float().unflatten(-1, (2, WIDTH, 8)).softmax(-1)
+            ends = F.pad(sizes.cumsum(-1), (1, 0))
+            (left, bottom), (width, height) = ends.unbind(-3), sizes.unbind(-3)
+            at = x.float().sigmoid()[..., None]
+            bin = torch.searchsorted(left.contiguous(), at).sub(1).clamp(0, 7)
+            slope = height.gather(-1, bin) / width.gather(-1, bin)
+            x = 6.0 * (bottom.gather(-1, bin) + (at - left.gather(-1, bin)) * slope)[..., 0] - 3.0
+        return x
+
+
+def spline() -> tuple[Any, ...]:
+    return Around(Spline()), loss, tokens()
+
+
+def penalized() -> tuple[Any, ...]:
+    """A loss that differentiates the model itself."""
+
+    def penalty(model: nn.Module, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        y = model(x)
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return y.mean() + (slope.norm(dim=-1) - 1.0).square().mean()
+
+    net = nn.Sequential(nn.Linear(3, WIDTH), nn.LeakyReLU(), nn.Linear(WIDTH, 4), nn.Tanh())
+    return net, penalty, [torch.randn(6, 3) for _ in range(4)]

@@ -10,7 +10,7 @@ from torch import nn
 
 from fixtures.numerics.formats import FP16
 from fixtures.own_model import factory, rank_jobs
-from fixtures.own_model.comparisons import common_factor
+from fixtures.own_model.comparisons import carried_over, common_factor, derivatives
 from fixtures.own_model.factory import COUPLES_EXAMPLES, UserModel, UserModelError, load, meant
 from fixtures.own_model.recording import aten, draws
 from fixtures.own_model.step import (
@@ -22,6 +22,7 @@ from fixtures.own_model.step import (
     run_step,
 )
 from meta_tests.running import ROOT, Ended, Repository, copy_repository
+from precision_tests.test_model import is_inside
 
 CPU = torch.device("cpu")
 MODELS = "meta_tests.choosing_models"
@@ -93,6 +94,30 @@ def test_a_cache_among_its_arguments_does_not_grow_when_a_block_is_recomputed() 
     one, other = (run_step(user, model, watch=False) for model in (plain, again))
     assert one.loss == other.loss
     assert all(torch.equal(one.gradients[n], g) for n, g in other.gradients.items())
+
+
+def test_a_block_is_recomputed_with_the_buffers_that_it_was_called_with() -> None:
+    user = load(f"{MODELS}:drifting")
+    plain, again = fresh(user, CPU), rank_jobs.checkpointed(fresh(user, CPU))
+    one, other = (run_step(user, model, watch=False) for model in (plain, again))
+    assert all(torch.equal(one.gradients[n], g) for n, g in other.gradients.items())
+    assert all(torch.equal(a, b) for a, b in zip(plain.buffers(), again.buffers(), strict=True))
+
+
+def test_what_a_step_changes_is_no_noise_of_the_next_run() -> None:
+    """Each run starts from the factory's buffers: no limit is wider, no quotient is off."""
+    user = load(f"{MODELS}:drifting")
+    truth = Truth(user, CPU)
+    assert truth.everywhere.sizes["loss"] < 10.0 * truth.step.loss
+    found, limits = derivatives(user, CPU)
+    assert is_inside(found, limits)
+
+
+def test_micro_batches_that_change_the_next_are_no_fault_of_ranks(repository: Repository) -> None:
+    assert carried_over(load("meta_tests.own_models:all_kinds")) == []  # batch norm's statistics
+    ended = checked(repository, "choosing_models:drifting", "w2-ddp")
+    assert ended.code == 0, ended.text
+    assert "a micro-batch changes 0.calls, 1.calls, and the loss of the next" in ended.text
 
 
 def test_what_a_block_is_given_is_copied_and_its_tensors_are_not() -> None:

@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 
 from fixtures.numerics.decision_bounds import turned_bound
-from fixtures.numerics.formats import BF16, FP16, FP32, Format
-from fixtures.own_model.decisions import kind_of, named
+from fixtures.numerics.formats import BF16, FP16, FP32, FP64, Format
+from fixtures.own_model.comparisons import derivatives
+from fixtures.own_model.decisions import formula_of, kind_of, named
 from fixtures.own_model.factory import UserModelError, load
 from fixtures.own_model.rounding import EVERYWHERE
 from fixtures.own_model.step import Response, Truth, errors, fresh, recorded_step, run_step
 from fixtures.own_model.substitutes import grouped_mm
 from fixtures.own_model.ties import Operands
 from meta_tests.running import ROOT, Repository, copy_repository
-from precision_tests.test_model import observed_step
+from precision_tests.test_model import is_inside, observed_step
 
 MODELS = "meta_tests.deciding_models"
 CPU = torch.device("cpu")
@@ -42,7 +43,11 @@ def margins(name: str, fmt: Format) -> dict[str, float]:
 
 @pytest.mark.parametrize("fmt", [FP32, BF16, FP16], ids=lambda fmt: fmt.name)
 @pytest.mark.parametrize(
-    "name", ["cast_and_mask", "largest_mask", "experts", "grouped", "kinks", "soft_kinks"]
+    "name",
+    [
+        *("cast_and_mask", "largest_mask", "experts", "grouped", "kinks", "soft_kinks"),
+        *("quantized", "largest", "spline", "penalized"),
+    ],
 )
 def test_a_step_that_decides_lies_inside_its_bound_and_not_far(
     monkeypatch: pytest.MonkeyPatch, name: str, fmt: Format
@@ -77,6 +82,40 @@ def test_decisions_of_the_run_are_those_of_its_truth() -> None:
     assert {name.split(", ")[1] for name in replayed} >= {
         *("relu_", "threshold_backward", "max_pool2d_with_indices", "amax", "clamp", "abs", "eq"),
     }
+
+
+def test_a_maximum_among_what_is_scattered_is_one_of_it() -> None:
+    """It does not err: on the way back it is found among the others by being equal."""
+    truth = Truth(load(f"{MODELS}:largest"), CPU, {0: 1.0}, decides=True)
+    limits = truth.limits(FP64)
+    assert 0.0 < limits["gradient of layer.linear.weight"] < 1e-12
+
+
+def test_a_loss_may_differentiate_the_model() -> None:
+    found, limits = derivatives(load(f"{MODELS}:penalized"), CPU)
+    assert is_inside(found, limits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_formula_of_fake_quantisation_is_that_of_torch(dtype: torch.dtype) -> None:
+    """Half past a step and beyond the ends too; enabled and not."""
+    x = (torch.arange(-200, 200) / 32).to(dtype).view(-1, 4)
+    scales, zeros = torch.tensor([0.5, 0.25, 0.125, 0.3]), torch.tensor([0, 1, -3, 7])
+    one, zero = scales[:1], zeros[:1].int()
+    aten = torch.ops.aten
+    for func, *args in (
+        (aten.fake_quantize_per_tensor_affine_cachemask.default, 0.25, 3, -8, 7),
+        (aten.fake_quantize_per_channel_affine_cachemask.default, scales, zeros.int(), 1, -8, 7),
+        *(
+            (aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams.default, *given)
+            for enabled in (0, 1)
+            for given in [(one, zero, torch.tensor([enabled]), -8, 7)]
+        ),
+    ):
+        formula = formula_of(func, (x, *args))
+        assert formula is not None
+        for got, want in zip(formula(x, *args), func(x, *args), strict=True):
+            assert torch.equal(got, want), func
 
 
 # --- wrong ones ---------------------------------------------------------------------------------
@@ -221,6 +260,23 @@ def test_whole_number_lies_as_far_as_its_operand_has_to_move(
     decision = torch.stack([own[0], torch.tensor(decided, dtype=own.dtype)])
     apart = kind.apart(func, named(func, (operand,), options), own, decision)
     assert torch.allclose(apart, torch.tensor([0.0, far], dtype=torch.float64))
+
+
+@pytest.mark.parametrize(("right", "side"), [(False, None), (True, None), (False, "right")])
+def test_place_among_edges_lies_as_far_as_the_farthest_that_was_passed(
+    right: bool, side: str | None
+) -> None:
+    edges = torch.tensor([[0.0, 1.0, 2.0, 4.0]], dtype=torch.float64)
+    x = torch.tensor([[0.75, 0.75, 0.75, 1.0, 5.0]], dtype=torch.float64)
+    func, options = torch.ops.aten.searchsorted.Tensor, {"right": right, "side": side}
+    kind = kind_of(func, (edges, x), options)
+    assert kind is not None
+    arguments = named(func, (edges, x), options)
+    own = kind.decide(func, arguments, kind.operand(arguments))
+    assert torch.equal(own, torch.searchsorted(edges, x, right=right, side=side))
+    decision = torch.tensor([[1, 0, 3, int(own[0, 3]), 3]])
+    apart = kind.apart(func, arguments, own, decision)
+    assert apart.tolist() == [[0.0, 0.75, 1.25, 0.0, 1.0]]
 
 
 def test_runs_that_do_not_pair_up_differ() -> None:
