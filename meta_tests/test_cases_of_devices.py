@@ -162,7 +162,7 @@ class TestRefusal:
 
         none = raising("No execution plans support the graph.")
         with pytest.raises(pytest.skip.Exception, match="No execution plans support the graph"):
-            attend(inputs_of("causal"), True, FP32, CPU, "math", none)
+            attend(inputs_of("causal"), True, FP32, CPU, "flash", none)
         broken = raising("the plan could not be executed.")
         with pytest.raises(RuntimeError, match="could not be executed"):
             attend(inputs_of("causal"), True, FP32, CPU, "math", broken)
@@ -209,3 +209,14 @@ def test_no_property_skips(tmp_path: Path) -> None:
     planted = tmp_path / "planted.py"
     planted.write_text("def f(): pytest.skip('')\n@given(x=0)\ndef p(x): f()\ndef q(): f()\n")
     assert skips_in_properties(planted) == ["planted:p"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "raised"), [("flash", pytest.skip.Exception), ("math", RuntimeError)]
+)
+def test_the_math_backend_cannot_be_refused(backend: str, raised: type[BaseException]) -> None:
+    def refuse(*arguments: Tensor, **options: object) -> Tensor:
+        raise RuntimeError("No available kernel. Aborting execution.")
+
+    with pytest.raises(raised, match="No available kernel"):
+        attend(inputs_of("causal"), True, FP32, CPU, backend, refuse)

@@ -55,6 +55,10 @@ def foreign_program(folder: Path) -> ModuleType:
     "act",
     [
         lambda: ONES @ ONES,
+        lambda: ONES[torch.ones(6, dtype=torch.bool)],
+        lambda: ONES[5],
+        lambda: ONES[0, 0, 0],
+        lambda: ONES.sum(2),
         lambda: torch.linalg.inv(torch.ones(2, 2, dtype=torch.float16)),
         lambda: torch.nn.functional.cross_entropy(ONES, torch.zeros(3, dtype=torch.long)),
         raising(AssertionError("the gradient of a key's bias is not 0")),
@@ -77,6 +81,7 @@ def test_torch_that_raises_where_it_should_compute_is_tested(act: Callable[[], o
         raising(RuntimeError("raised by the suite itself")),
         raising(ImportError("no module named accelerate")),
         lambda: {}["a mistake of the suite"],
+        lambda: [][1],
         lambda: torch.nn.functional.gelu(ONES, argument_of_another_release=1),  # type: ignore[call-arg]
         lambda: torch.empty(10**15),
         lambda: list(DataLoader(Dying(), num_workers=1)),

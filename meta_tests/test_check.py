@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
 from fixtures import check as check_module
+from fixtures import known_faults
 from fixtures.check import BoundExceededError, Check, NoLimitError
 from fixtures.known_fault import KnownFault
 from fixtures.numerics import bounds
@@ -264,6 +266,27 @@ def test_another_dtype_or_shape_breaks_an_exact_invariant(
         checking.exact(got, want)
 
 
+@pytest.mark.parametrize(
+    ("got", "text"),
+    [
+        (torch.ones(3), r"got 'floating \(3,\)'\n  wanted 'floating \(2,\)'"),
+        (torch.ones(()), r"got 'floating \(\)'"),
+        (torch.ones(2, dtype=torch.int64), r"got 'torch.int64 \(2,\)'"),
+        (torch.ones(2, dtype=torch.complex64), r"got 'torch.complex64 \(2,\)'"),
+    ],
+)
+def test_a_result_of_another_shape_or_kind_is_outside_every_bound(
+    checking: Check, monkeypatch: pytest.MonkeyPatch, got: torch.Tensor, text: str
+) -> None:
+    with pytest.raises(BoundExceededError, match=text):
+        checking.within(got, torch.ones(2), HALF)
+    assert [case.outcome for case in checking.cases.values()] == ["outside"]
+    known = KnownFault((), "", "issue 1", "it is wrong")
+    monkeypatch.setattr(check_module, "known_fault", lambda *case: known)
+    with pytest.raises(BoundExceededError, match="which no known fault can excuse"):
+        checking.within(got, torch.ones(2), HALF, name="known")
+
+
 class TestWhatIsKept:
     def test_a_failure_is_a_case_with_the_whole_text(self, checking: Check) -> None:
         with pytest.raises(BoundExceededError) as raised:
@@ -309,6 +332,29 @@ class TestWhatIsKept:
         assert case.outcome == ("inside" if got == 1 else "outside")
         wrong = () if got == 1 else ["2"]
         assert asked == [("gelu/op/forward-erf/cpu/bf16/eager", ENVIRONMENT, wrong)]
+
+    @pytest.mark.parametrize(
+        ("got", "excused"),
+        [([math.inf, 1.0], True), ([math.inf, 1.75], False), ([math.inf, math.nan], False)],
+    )
+    def test_a_known_fault_excuses_no_other_wrong_value_beside_its_own(
+        self, checking: Check, monkeypatch: pytest.MonkeyPatch, got: list[float], excused: bool
+    ) -> None:
+        row = KnownFault(("gelu/*",), ">=2.13,<=2.13", "issue 1", "it is wrong", got=("inf",))
+        monkeypatch.setattr(known_faults, "KNOWN_FAULTS", (row,))
+        with nullcontext() if excused else pytest.raises(BoundExceededError):
+            checking.within(torch.tensor(got), torch.ones(2), HALF)
+
+    @pytest.mark.parametrize(("error", "excused"), [(2.0, True), (math.nan, False)])
+    def test_a_figure_that_is_no_number_is_no_known_fault_unless_its_row_says_so(
+        self, checking: Check, monkeypatch: pytest.MonkeyPatch, error: float, excused: bool
+    ) -> None:
+        row = KnownFault(("gelu/*",), ">=2.13,<=2.13", "issue 1", "it is wrong")
+        monkeypatch.setattr(known_faults, "KNOWN_FAULTS", (row,))
+        with nullcontext() if excused else pytest.raises(BoundExceededError):
+            checking.within_figures(
+                {"weight": error}, {"weight": 1.0}, torch.ones(1), theorem="t", source="s"
+            )
 
 
 class TestABoundThatIsNoNumber:

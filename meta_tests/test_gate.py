@@ -82,6 +82,34 @@ def test_a_record_of_an_earlier_run_proves_nothing(repository: Repository) -> No
     assert f"{earlier} is of an earlier run: nothing is proved" in ended.text
 
 
+def test_a_record_of_an_earlier_process_of_the_same_number_proves_nothing(
+    repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a container every run may have the number that the last one had."""
+
+    class Ending:
+        pid = 4711
+
+        def __init__(self, command: list[str]) -> None:
+            if command[-1] == "measures":
+                repository.record("-k", "sound", to="reports/runs/20260102-000000-4711")
+
+        def wait(self) -> int:
+            return 0
+
+    repository.record("-k", "sound", to="reports/runs/20260101-000000-4711")
+    monkeypatch.setattr(gate, "RUNS", repository.root / "reports" / "runs")
+    monkeypatch.setattr(subprocess, "Popen", Ending)
+    assert gate.run("python", ["leaves"]) == 3
+    assert gate.run("python", ["measures"]) == 0
+
+
+def test_a_record_that_the_environment_names_is_found(repository: Repository) -> None:
+    named = "-n0 --record=record"
+    ended = repository.run("-k", "sound", module="fixtures.gate", PYTEST_ADDOPTS=named)
+    assert ended.code == 0, ended.text
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_and_sigterm_reach_the_run(repository: Repository, number: signal.Signals) -> None:
     process = subprocess.Popen(

@@ -64,6 +64,24 @@ def test_only_the_wrong_values_of_the_fault_are_excused(
 
 
 @pytest.mark.parametrize(
+    ("got", "wrong", "covered"),
+    [
+        (("*",), ["5.0", "False"], True),
+        (("*",), ["5.0", "nan"], False),
+        (("*",), ["-inf"], False),
+        (("*", "-inf"), ["-inf", "5.0"], True),
+        (("*inf",), ["-inf"], False),
+    ],
+)
+def test_what_is_not_finite_has_to_be_named(
+    table: Any, got: tuple[str, ...], wrong: list[str], covered: bool
+) -> None:
+    table(replace(ROW, got=got))
+    found = known_fault("gelu/op/huge-erf/cpu/fp32/eager", {"torch": "2.13.0"}, wrong)
+    assert bool(found) is covered
+
+
+@pytest.mark.parametrize(
     ("release", "covered"),
     [
         ("2.4.1", False),

@@ -157,6 +157,51 @@ def test_a_worker_that_dies_is_a_case_that_could_not_be_measured(tmp_path: Path)
     assert "worker 'gw0' crashed while running 'precision_tests/test_weight_update.py" in ended.text
 
 
+def test_a_check_that_ends_without_a_measurement_verifies_nothing(tmp_path: Path) -> None:
+    repository = copy_repository(tmp_path)
+    repository.write_checks(
+        """
+        from hypothesis import given, strategies
+
+        class TestBound:
+            def test_none(self, check):
+                pass
+
+            @given(number=strategies.integers(0, 9))
+            def test_of_a_property(self, check, number):
+                if number > 9:
+                    check.exact(number, number)
+
+            def test_sound(self, check):
+                check.exact(1, 1)
+        """
+    )
+    ended = repository.run("--record", "record")
+    assert ended.code == 3
+    assert "2 failed, 1 passed" in ended.text
+    why = "the check ended without a measurement: it verifies nothing: "
+    assert f"{why}precision_tests/test_weight_update.py::TestBound::test_none and 1 more" in (
+        ended.text
+    )
+    assert "REGRESSION" not in ended.text
+
+
+def test_a_module_that_cannot_be_imported_is_no_regression(tmp_path: Path) -> None:
+    repository = copy_repository(tmp_path)
+    repository.write_checks(
+        """
+        class TestOp:
+            def test_sound(self, check):
+                check.exact(1, 1)
+        """
+    )
+    (repository.root / "precision_tests" / "test_gelu.py").write_text("import an_absent_module")
+    ended = repository.run("--continue-on-collection-errors", "--record", "record")
+    assert ended.code == 3, ended.text
+    assert "could not be collected" in ended.text
+    assert "REGRESSION" not in ended.text
+
+
 # --- Ctrl-C -------------------------------------------------------------------------------------
 
 WAITING = """

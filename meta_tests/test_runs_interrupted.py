@@ -147,6 +147,25 @@ def test_a_run_that_ends_at_its_first_failure_is_not_complete(tmp_path: Path) ->
     assert repository.run("exit-code", "record", module="reports").code == 1
 
 
+def test_a_run_that_ends_at_what_could_not_be_measured_has_no_code_of_a_regression(
+    tmp_path: Path,
+) -> None:
+    repository = copy_repository(tmp_path)
+    repository.write_checks(
+        """
+        class TestOp:
+            @pytest.mark.parametrize("number", range(3))
+            def test_it(self, check, device, number):
+                check.exact(number, number)
+                raise OSError("no file")
+        """
+    )
+    ended = repository.run("-x", "--record", "record")
+    assert ended.code == 3
+    assert "REGRESSION" not in ended.text
+    assert repository.run("exit-code", "record", module="reports").code == 3
+
+
 def test_a_worker_that_is_killed_is_said_and_the_rest_is_measured(tmp_path: Path) -> None:
     repository = copy_repository(tmp_path)
     repository.write_checks(
@@ -168,7 +187,6 @@ def test_a_worker_that_is_killed_is_said_and_the_rest_is_measured(tmp_path: Path
 
 
 def test_a_run_that_nobody_cuts_is_complete(tmp_path: Path) -> None:
-
     repository = copy_repository(tmp_path)
     repository.write_checks(LONG.replace("400", "4"))
     for workers in (0, 2):
