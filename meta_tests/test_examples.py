@@ -118,8 +118,9 @@ def test_the_workflow_gates_an_upgrade(repository: Repository, fault: str, expec
     assert f"Exit code **{expected}**" in page.read_text()
 
 
-def test_the_shell_example_names_what_it_needs(repository: Repository) -> None:
-    code, text = ended(shell(repository.root, "docs/examples/gate_upgrade.sh torch==2.13.0"))
+@pytest.mark.parametrize("given", ["torch==2.13.0", "2.13.0 torch==2.14.1"])
+def test_the_shell_example_names_what_it_needs(repository: Repository, given: str) -> None:
+    code, text = ended(shell(repository.root, f"docs/examples/gate_upgrade.sh {given}"))
     assert (code, text.startswith("usage: ")) == (4, True)
 
 

@@ -207,9 +207,10 @@ def test_what_cannot_be_meant_is_refused(tmp_path: Path, case: str) -> None:
             {"PRECISION_SIMULATED_GPUS": "NVIDIA H100"},
             "'NVIDIA H100' is no GPU; name it with its compute capability",
         ),
+        ({"TORCHINDUCTOR_CACHE_DIR": "/proc/none"}, "compiled code cannot be kept there"),
         ({"PRECISION_SIMULATED_GPUS": H100}, "is a test aid: it needs --collect-only"),
     ],
-    ids=["fault", "torchrun", "number", "capability", "simulated"],
+    ids=["fault", "torchrun", "number", "capability", "code", "simulated"],
 )
 def test_an_environment_that_cannot_be_meant_is_refused(
     tmp_path: Path, environ: dict[str, str], text: str

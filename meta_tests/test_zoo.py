@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,3 +46,22 @@ def test_the_table_counts_verdicts_and_gives_the_reason_of_what_did_not_pass(
     found = __main__.read(tmp_path)
     assert found == ("1 PASS, 1 UNVERIFIED", ["UNVERIFIED model/whole/b/cpu: no compiler"])
     assert __main__.read(tmp_path / "nowhere") == ("", [])
+
+
+@pytest.mark.parametrize(
+    ("said", "models"),
+    [("error: unrecognized arguments: --gone", 1), ("ERROR: --model a:b: parameters", len(KINDS))],
+)
+def test_options_that_pytest_refuses_are_told_once(
+    said: str, models: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused = [sys.executable, "-S", "-c", f"raise SystemExit(print({said!r}) or 4)"]
+    run = subprocess.run
+
+    def refuse(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        return run(refused, **options)
+
+    monkeypatch.setattr(subprocess, "run", refuse)
+    assert __main__.main(["--gone"]) == 4
+    printed = capsys.readouterr()
+    assert (printed.out + printed.err).count(said) == models

@@ -7,7 +7,7 @@
 # lies in reports/runs/upgrade-<time>. PYTHON: the interpreter that environments are made with.
 # PYTEST_ADDOPTS="-m h100" selects checks, as for pytest itself.
 set -euo pipefail
-[ $# -eq 2 ] || { echo "usage: $0 OLD NEW, as torch==2.13.0 torch==2.14.1" >&2; exit 4; }
+[[ $# -eq 2 && $1 == torch==* && $2 == torch==* ]] || { echo "usage: $0 OLD NEW, as torch==2.13.0 torch==2.14.1" >&2; exit 4; }
 cd "$(dirname "$0")/../.."
 
 work=$(mktemp -d)
