@@ -254,12 +254,12 @@ class Largest(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("to", torch.randint(LENGTH, (1, LENGTH, 1)))
+        self.register_buffer("target", torch.randint(LENGTH, (1, LENGTH, 1)))
 
     def forward(self, x: Tensor) -> Tensor:
         sent = self.linear(x)
-        to = self.to.expand_as(sent)
-        return torch.zeros_like(sent).scatter_reduce(1, to, sent, "amax", include_self=False)
+        target = self.target.expand_as(sent)
+        return torch.zeros_like(sent).scatter_reduce(1, target, sent, "amax", include_self=False)
 
 
 def largest() -> tuple[Any, ...]:
