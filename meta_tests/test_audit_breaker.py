@@ -190,6 +190,17 @@ def test_overflow_can_be_left_to_the_scaler(tmp_path: Path) -> None:
     assert loop.order == [0, 1, 2]
 
 
+def test_a_build_with_cuda_is_watched_where_there_is_no_driver(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There ``get_device_module`` names CUDA's, whose generators cannot be asked."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch, "get_device_module", lambda: torch.cuda)
+    states = checkpoints.generator_states()
+    assert states["gpu"] is None
+    checkpoints.set_generator_states(states)
+
+
 def test_probe_runs_without_touching_the_generators(tmp_path: Path) -> None:
     clean = Loop(tmp_path / "clean").run(12)
     drawn = []
