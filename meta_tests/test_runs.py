@@ -131,6 +131,14 @@ def test_a_missing_compiler_counts_only_where_it_is_required(tmp_path: Path) -> 
     assert repository.run(CXX="/none/c++").code == 22
 
 
+def test_a_device_that_policy_requires_and_nobody_has_is_unverified(tmp_path: Path) -> None:
+    repository = copy_repository(tmp_path, "grad_scaler")
+    repository.edit("pyproject.toml", "require = []", 'require = ["h100"]')
+    ended = repository.run("-k", "defaults")
+    assert ended.code == 22, ended.text
+    assert "no h100 device is visible" in ended.text
+
+
 def test_each_kind_of_gpu_runs_under_its_chip_and_its_family(tmp_path: Path) -> None:
     repository = copy_repository(tmp_path, "grad_scaler")
 
