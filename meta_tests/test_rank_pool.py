@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import debug
 
+from fixtures.distributed import ranks
 from fixtures.distributed.pool import RankFailure, RankPool, RanksUnavailable
 from fixtures.distributed.ranks import Rank
 
@@ -246,6 +248,22 @@ class TestFailures:
         with pytest.raises(KeyboardInterrupt):
             healing_pool.run(interrupt_caller, 1, os.getpid())
         assert not any(map(is_running, pids))
+
+
+@pytest.mark.parametrize("caches", [("python", "fast_path"), ("python",), ()])
+def test_a_group_that_is_left_leaves_no_mesh_in_any_cache(
+    monkeypatch: pytest.MonkeyPatch, caches: tuple[str, ...]
+) -> None:
+    """torch 2.10 has two, and no function for both: a mesh was found whose groups are gone."""
+    cleared = []
+    for cache in ("python", "fast_path"):
+        name = f"_clear_{cache}_sharding_prop_cache"
+        if cache in caches:
+            monkeypatch.setattr(debug, name, lambda cache=cache: cleared.append(cache))
+        else:
+            monkeypatch.delattr(debug, name)
+    ranks._forget_meshes()
+    assert cleared == [*caches]
 
 
 class TestEnd:
