@@ -92,7 +92,8 @@ def usable() -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        pytest.skip(f"the trainer cannot be imported here: {error}")
+        said = " ".join(str(error).split())
+        pytest.skip(f"the trainer cannot be imported here: {said}")
 
 
 # --- truth --------------------------------------------------------------------------------------
