@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -66,3 +67,14 @@ def test_it_ends_the_run_once_and_is_no_regression(
     ended = repository.run("-m", "model", "--model", spec)
     assert (ended.code, ended.text.count(text)) == (4, 1), ended.text
     assert "REGRESSION" not in ended.text
+
+
+def test_outside_of_the_checks_it_is_an_error_and_no_skip(tmp_path: Path) -> None:
+    """A test of the suite would pass unseen whose own model broke."""
+    repository = copy_repository(tmp_path)
+    (repository.root / "test_mine.py").write_text(
+        "from fixtures.own_model.factory import UserModelError\n\n"
+        "def test_mine():\n    raise UserModelError('broken')\n"
+    )
+    ended = repository.run("test_mine.py")
+    assert (ended.code, "1 failed" in ended.text) == (1, True), ended.text
