@@ -32,6 +32,7 @@ from fixtures.distributed.pool import RankPool
 from fixtures.distributed.ranks import Rank
 from fixtures.faults import FAULTS, inject
 from fixtures.faults.detection import Detection, Seen, as_json, markexpr, problems, table
+from fixtures.faults.fault import Fault
 from fixtures.hardware_models import matrix_units
 from fixtures.nodes import AREA_IDS, NODE_IDS
 from fixtures.training import framework, loading, seeding
@@ -320,6 +321,13 @@ def test_table_and_json_of_the_score() -> None:
     assert content["faults"]["gelu_tanh_for_erf"]["seen"]["gelu"]["first"] == RED.first
 
 
-def test_mark_expression_keeps_compiled_checks_for_the_full_table() -> None:
-    assert markexpr(["gelu"], full=False) == "not compiled and (gelu or sentinel)"
-    assert markexpr(["gelu"], full=True) == " or ".join(NODE_IDS)
+def test_compiled_checks_run_where_a_fault_needs_them_and_in_the_full_table() -> None:
+    eager = Fault("a", "gelu", "", nullcontext)
+    compiled = Fault("b", "end_to_end", "", nullcontext, compiled=True)
+    fast = "not compiled and (gelu or sentinel)"
+    assert markexpr([eager], full=False) == fast
+    assert markexpr([compiled, eager], full=False) == (
+        "not compiled and (end_to_end or gelu or sentinel) or compiled and (end_to_end)"
+    )
+    assert markexpr([eager], full=True) == " or ".join(NODE_IDS)
+    assert markexpr([compiled], full=True) == " or ".join([*NODE_IDS, "end_to_end"])

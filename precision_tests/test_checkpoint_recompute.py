@@ -180,7 +180,9 @@ def step(
     torch.manual_seed(seed)
     y = x
     for part in model:  # the last one's recomputation comes first
-        y = checkpointed(part, y)
+        # A part gets what it would outside of autocast: in 16 bit, one that loses autocast crashes
+        # on its fp32 weights, and nobody has to look at values.
+        y = checkpointed(part, y).to(x.dtype)
     autocast = torch.is_autocast_enabled(x.device.type)
     with torch.autocast(x.device.type, enabled=False) if autocast else nullcontext():
         (y.float() ** 2).sum().backward()
